@@ -1,0 +1,276 @@
+"""Problems: the embedded chain-arithmetic task, Hub and local data sets, and chat prompts."""
+
+import functools
+import hashlib
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from common.reward import last_boxed
+
+
+class Problem(NamedTuple):
+    """One problem. `steps` is empty but for the embedded task, whose every step can be checked."""
+
+    prompt: str | list  # text, or chat messages
+    answer: str
+    steps: tuple[int, ...] = ()  # the right result of each step, in order
+
+
+# --------------------------------------------------------------------------------------------------
+# The embedded task: "Start with 23, add 19, double it." -> worked steps -> \boxed{84}
+# --------------------------------------------------------------------------------------------------
+class Operation(NamedTuple):
+    name: str  # "add" | "subtract" | "multiply"
+    operand: int
+
+    def apply(self, value: int) -> int:
+        if self.name == "add":
+            return value + self.operand
+        return value - self.operand if self.name == "subtract" else value * self.operand
+
+    def phrase(self) -> str:
+        if self.name == "multiply":
+            return {2: "double it", 3: "triple it"}[self.operand]
+        return f"{self.name} {self.operand}"
+
+
+class Chain(NamedTuple):
+    start: int
+    operations: tuple[Operation, ...]
+
+    def results(self) -> tuple[int, ...]:
+        """The right value after each operation."""
+        values = [self.start]
+        for operation in self.operations:
+            values.append(operation.apply(values[-1]))
+        return tuple(values[1:])
+
+    def prompt(self) -> str:
+        return f"Start with {self.start}, " + ", ".join(o.phrase() for o in self.operations) + "."
+
+    def is_held_out(self) -> bool:
+        """One chain in ten, decided by a hash of the chain itself: no list can make sets overlap."""
+        digest = hashlib.blake2b(self.prompt().encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "big") % 10 == 0
+
+
+def random_chain(rng: random.Random, held_out: bool) -> Chain:
+    """A chain of 3 or 4 operations whose every value stays between 1 and 99."""
+    while True:
+        start, operations = rng.randint(5, 60), []
+        for _ in range(rng.randint(3, 4)):
+            name = rng.choice(["add", "add", "subtract", "subtract", "multiply"])
+            operand = rng.choice([2, 2, 3]) if name == "multiply" else rng.randint(2, 19)
+            operations.append(Operation(name, operand))
+        chain = Chain(start, tuple(operations))
+        if all(1 <= value <= 99 for value in chain.results()) and chain.is_held_out() == held_out:
+            return chain
+
+
+def chain_problems(count: int, held_out: bool, seed: int = 0) -> list[Problem]:
+    """`count` different problems; held-out ones never occur among the others, whatever the seed."""
+    rng, chains = random.Random(f"{seed} {held_out}"), {}
+    while len(chains) < count:
+        chains[random_chain(rng, held_out)] = None  # a dict keeps the order and drops repeats
+    return [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
+
+
+_NUMBER = re.compile("[0-9]+")
+
+
+def stated_results(text: str, num_steps: int) -> list[tuple[int, int]]:
+    """Character span of the result that each step states: the last number of its sentence.
+
+    The first sentence states the start, the next `num_steps` one step each. A step that is not
+    there has an empty span.
+    """
+    spans, begin = [], 0
+    sentences = text.split(".", num_steps + 1)[: num_steps + 1]
+    for sentence in sentences:
+        numbers = [m.span() for m in _NUMBER.finditer(text, begin, begin + len(sentence))]
+        spans.append(numbers[-1] if numbers else (begin, begin))
+        begin = min(begin + len(sentence) + 1, len(text))
+    return spans[1:] + [(begin, begin)] * (num_steps + 1 - len(sentences))
+
+
+def first_error(text: str, problem: Problem) -> int | None:
+    """Character at which a chain first goes wrong, None if every step and the answer are right."""
+    boxed = [m.span(1) for m in re.finditer(r"\\boxed\{([0-9]*)\}", text)]
+    claims = stated_results(text, len(problem.steps)) + (boxed[-1:] or [(len(text), len(text))])
+    for (begin, end), right in zip(claims, [*map(str, problem.steps), problem.answer], strict=True):
+        if text[begin:end] != right:
+            same = 0
+            while begin + same < end - 1 and text[begin + same] == right[same : same + 1]:
+                same += 1
+            return begin + same
+    return None
+
+
+def token_roles(pieces: Sequence[str], problem: Problem) -> list[str]:
+    """What each token of a completion of an embedded problem decides.
+
+    Args:
+        pieces: the text of each token, whose concatenation is the completion.
+    Returns:
+        one of "decisive" (a digit of a step's stated result), "first_wrong" (the token at which the
+        solution first goes wrong; at most one) and "" for each token.
+    """
+    text = "".join(pieces)
+    spans, error = stated_results(text, len(problem.steps)), first_error(text, problem)
+    roles, begin = [], 0
+    for piece in pieces:
+        end = begin + len(piece)
+        decisive = any(begin < span_end and span_begin < end for span_begin, span_end in spans)
+        wrong = error is not None and begin <= error < end
+        roles.append("first_wrong" if wrong else "decisive" if decisive else "")
+        begin = end
+    return roles
+
+
+# --------------------------------------------------------------------------------------------------
+# Data sets
+# --------------------------------------------------------------------------------------------------
+EMBEDDED = "chain_arithmetic"
+PROMPT_COLUMNS, ANSWER_COLUMNS = ("problem", "question", "prompt"), ("answer", "solution")
+KNOWN_CONFIGS = {"openai/gsm8k": "main"}
+ONLY_SPLITS = {"HuggingFaceH4/MATH-500": "test"}  # sets that have no other
+FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+class DataError(Exception):
+    """A data set that cannot be used; the message is one sentence that says what to change."""
+
+
+def final_answer(text: str) -> str | None:
+    """The answer in a gold solution: after GSM8K's `####`, in the last `\\boxed{}`, else None."""
+    if "####" in text:
+        return text.rsplit("####", 1)[1].strip()
+    boxed = last_boxed(text)
+    return None if boxed is None else boxed.strip()
+
+
+def pick_column(present: Sequence[str], named: str | None, known: Sequence[str], flag: str) -> str:
+    """The column named by a flag, or the first known one that is there."""
+    wanted = [named] if named else [c for c in known if c in present]
+    if not wanted or wanted[0] not in present:
+        raise DataError(
+            f"no {named or ' | '.join(known)} column among {', '.join(present)}: name it with --{flag}"
+        )
+    return wanted[0]
+
+
+def read_split(name: str, config: str | None, split: str) -> list[dict]:
+    """Rows of one split of a Hub data set or of a local .jsonl, .json or .parquet file."""
+    import datasets  # costs a second, and the embedded task does without
+
+    datasets.disable_progress_bars()
+    path = Path(name)
+    try:
+        if path.suffix in FILE_KINDS:
+            if not path.is_file():
+                raise DataError(f"there is no file {name}: check --dataset_name")
+            if path.stat().st_size == 0:
+                raise DataError(f"{name} is empty: give --dataset_name a file with problems in it")
+            kind = FILE_KINDS[path.suffix]
+            rows = datasets.load_dataset(kind, data_files=str(path), split="train")
+        else:
+            rows = datasets.load_dataset(name, config or KNOWN_CONFIGS.get(name), split=split)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises a dozen kinds, the network a dozen more
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"cannot read split {split!r} of --dataset_name {name}: {reason}") from error
+    return rows.to_list()
+
+
+def parse_rows(
+    rows: list[dict], name: str, prompt_column: str | None, answer_column: str | None
+) -> list[Problem]:
+    """Problems of a table; rows whose solution states no final answer are left out."""
+    if not rows:
+        raise DataError(f"{name} has no rows: give --dataset_name a set with problems in it")
+    prompt_key = pick_column(list(rows[0]), prompt_column, PROMPT_COLUMNS, "prompt_column")
+    answer_key = pick_column(list(rows[0]), answer_column, ANSWER_COLUMNS, "answer_column")
+    problems = []
+    for row in rows:
+        prompt, text = row[prompt_key], str(row[answer_key] if row[answer_key] is not None else "")
+        answer = final_answer(text) or (None if answer_key == "solution" else text.strip())
+        if prompt and answer:
+            problems.append(Problem(prompt, answer))
+    if not problems:
+        raise DataError(f"no row of {name} has a prompt and a final answer in {answer_key!r}")
+    return problems
+
+
+def load_problems(args) -> tuple[list[Problem], list[Problem]]:
+    """Training problems and held-out ones, which never share a prompt.
+
+    The held-out ones come from `eval_dataset_name` if given, else from the test split, else (a
+    local file) from a fifth of its rows at most, the same ones for every seed.
+
+    Args:
+        args: the flags dataset_*, eval_dataset_name, *_column, max_eval_samples and seed.
+    Raises:
+        DataError: with a sentence for the user.
+    """
+    name, config, count = args.dataset_name, args.dataset_config, args.max_eval_samples
+
+    def read(source: str, config: str | None, split: str) -> list[Problem]:
+        if source == EMBEDDED:
+            return chain_problems(count, held_out=True)
+        rows = read_split(source, config, ONLY_SPLITS.get(source, split))
+        return parse_rows(rows, source, args.prompt_column, args.answer_column)
+
+    if name == EMBEDDED:
+        train = chain_problems(4096, held_out=False, seed=args.seed)
+    else:
+        train = read(name, config, args.dataset_train_split)
+    has_one_split = name in ONLY_SPLITS or Path(name).suffix in FILE_KINDS
+    if args.eval_dataset_name:
+        held_out = read(args.eval_dataset_name, None, args.dataset_test_split)
+    elif has_one_split:
+        held_out = list(train)
+        count = max(1, min(count, len(train) // 5))
+    else:
+        held_out = read(name, config, args.dataset_test_split)
+    random.Random(0).shuffle(held_out)
+    held_out = held_out[:count]
+    unseen = {str(problem.prompt) for problem in held_out}
+    train = [problem for problem in train if str(problem.prompt) not in unseen]
+    if not train:
+        raise DataError(f"{name} has no problem left to train on beside the held-out ones: add rows")
+    return train, held_out
+
+
+def problem_at(position: int, count: int, seed: int) -> int:
+    """Which of `count` problems stands at a position of the endless stream of shuffled epochs."""
+    epoch, place = divmod(position, count)
+    return _epoch_order(epoch, count, seed)[place]
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch_order(epoch: int, count: int, seed: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"{seed} {epoch}").shuffle(order)
+    return order
+
+
+def encode_prompt(
+    tokenizer, prompt: str | list, system_prompt: str | None = None, template_kwargs: dict | None = None
+) -> list[int]:
+    """Token ids of a prompt: by the chat template, or as plain text where a tokenizer has none.
+
+    A template writes its own BOS, so none is added to its text; plain text gets the tokenizer's.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt:
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **(template_kwargs or {})
+        )
+        return tokenizer(text, add_special_tokens=False).input_ids
+    return tokenizer("\n\n".join(m["content"] for m in messages) + "\n").input_ids

@@ -1,0 +1,863 @@
+"""GRPO with ARCA token credit on a QLoRA policy, in one file.
+
+    accelerate launch grpo_arca.py                        # embedded tiny policy and task, on a CPU
+    accelerate launch grpo_arca.py --credit uniform       # plain GRPO, the baseline
+    accelerate launch grpo_arca.py --model_name_or_path Qwen/Qwen3-1.7B \\
+        --dataset_name DigitalLearningGmbH/MATH-lighteval --max_completion_length 1024 ...
+    python grpo_arca.py --help                            # every flag
+
+ARCA (arXiv 2606.00257) asks of every token how far the adapter has moved the policy there: the norm
+of the difference between the last hidden states with and without the LoRA adapter. A completion's
+advantage is shared among its tokens in proportion:
+
+    alpha_t = || h_adapted_t - h_base_t ||_2            h: after the final norm, predicting y_t
+    w_t     = (alpha_t + 1e-8)^p / sum_k (alpha_k + 1e-8)^p
+    A_t     = A_i * T_i * w_t                           so the mean over tokens is A_i
+
+Everything between the CREDIT marks is this method; everything else is the trainer, and is the same
+to the byte in every grpo_*.py. Read `main` first, then upwards.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import psutil
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed, tqdm
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import HfArgumentParser, StaticCache, get_scheduler
+from transformers.utils import logging as transformers_logging
+
+from common.data import DataError, Problem, encode_prompt, first_error, load_problems, problem_at
+from common.metrics import RunLog, credit_group, eval_metrics, peak_memory_gb, rollout_metrics
+from common.metrics import write_report
+from common.reward import Grader
+
+SCRIPT = Path(__file__).resolve()
+
+
+def flag(default, help: str):
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags: TRL's names and meanings where TRL has the thing
+# --------------------------------------------------------------------------------------------------
+@dataclass
+class Args:
+    # model
+    model_name_or_path: str = flag(str(SCRIPT.parent / "common/tiny_policy"), "Hub id or folder")
+    model_revision: str = flag("main", "branch, tag or commit of a Hub model")
+    load_in_4bit: bool = flag(True, "quantise the base to NF4 with double quantisation")
+    lora_r: int = flag(8, "rank of the adapter")
+    lora_alpha: int = flag(16, "the adapter is scaled by lora_alpha / lora_r")
+    lora_dropout: float = flag(0.0, "dropout before the adapter, in training forwards only")
+    lora_target_modules: list[str] = flag(["all-linear"], "layers that get an adapter")
+    # data
+    dataset_name: str = flag("chain_arithmetic", "embedded task, Hub id, or .jsonl/.json/.parquet")
+    dataset_config: str | None = flag(None, "configuration of a Hub data set")
+    dataset_train_split: str = flag("train", "split to train on")
+    dataset_test_split: str = flag("test", "split to evaluate on")
+    eval_dataset_name: str | None = flag(None, "evaluate on this set instead of the test split")
+    prompt_column: str | None = flag(None, "column of the problem, if not problem|question|prompt")
+    answer_column: str | None = flag(None, "column of the gold answer, if not answer|solution")
+    system_prompt: str | None = flag(None, "system message before every problem")
+    chat_template_kwargs: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
+    # rollout
+    num_generations: int = flag(8, "completions per prompt: the group G")
+    max_completion_length: int = flag(80, "longest completion in tokens")
+    temperature: float = flag(1.0, "sampling temperature, also of the trained log-probs")
+    top_p: float = flag(1.0, "sample from the smallest set of tokens with this mass; 1 is off")
+    top_k: int = flag(0, "sample from this many likeliest tokens; 0 is off")
+    # batch: prompts a step = batch size * accumulation * processes / num_generations
+    per_device_train_batch_size: int = flag(128, "completions per process and micro-batch")
+    gradient_accumulation_steps: int = flag(1, "micro-batches per update")
+    steps_per_generation: int | None = flag(
+        None, "micro-batches per rollout; default gradient_accumulation_steps: one update"
+    )
+    num_iterations: int = flag(1, "times each rollout is trained on (mu)")
+    gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory")
+    # objective
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag(
+        "grpo", "token mean per completion | over the global batch | per max_completion_length"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = flag("group", "std the advantage is over")
+    epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon")
+    epsilon_high: float | None = flag(None, "and above 1 + epsilon_high; default epsilon")
+    beta: float = flag(0.0, "weight of the k3 KL to the base (adapter disabled)")
+    mask_truncated_completions: bool = flag(False, "leave unfinished completions out of the loss")
+    # === CREDIT ===
+    credit: Literal[
+        "arca", "uniform", "surprisal", "entropy_reduction", "divergence", "random", "shuffled"
+    ] = flag("arca", "what shares the advantage among tokens; uniform is GRPO, the last 2 controls")
+    sharpening: float = flag(1.0, "power p on the scores before they are normalised")
+    # === END CREDIT ===
+    # optimiser
+    learning_rate: float = flag(2e-3, "AdamW's peak (LoRA wants 10-100x full fine-tuning's)")
+    weight_decay: float = flag(0.0, "AdamW's weight decay")
+    warmup_steps: int = flag(3, "steps of linear warm-up")
+    lr_scheduler_type: str = flag("cosine", "cosine | linear | constant_with_warmup | ...")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    max_steps: int = flag(70, "updates; 0 evaluates and stops")
+    seed: int = flag(1, "of the adapter, the data order and every sample")
+    # evaluation and output
+    eval_steps: int = flag(35, "evaluate every so many updates; 0: before and after only")
+    max_eval_samples: int = flag(256, "held-out problems")
+    num_generations_eval: int = flag(4, "samples per held-out problem")
+    per_device_eval_batch_size: int = flag(256, "completions generated at once in evaluation")
+    output_dir: str | None = flag(None, "default runs/<script>-<credit>-<seed>")
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "a tracker")
+
+
+def fail(message: str) -> None:
+    """Ends the run for a user's mistake: one sentence, no stack, exit code 2."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"{SCRIPT.name}: error:", *str(message).split(), file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The flags, checked as far as they can be without a model or data."""
+    parser = HfArgumentParser(Args, description=__doc__)
+    parser.error = fail  # argparse would print the whole usage first
+    args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        fail(f"unknown flag {unknown[0]}: --help lists all")
+    args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
+    args.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    args.output_dir = args.output_dir or f"runs/{SCRIPT.stem}-{args.credit}-{args.seed}"
+    for name in POSITIVE:
+        if not getattr(args, name) > 0:
+            fail(f"--{name} must be above 0")
+    if args.num_generations < 2:
+        fail("--num_generations must be at least 2: a group of one has no advantage")
+    if args.steps_per_generation % args.gradient_accumulation_steps:
+        fail("--steps_per_generation must be a multiple of --gradient_accumulation_steps")
+    total = args.per_device_train_batch_size * args.steps_per_generation
+    total *= int(os.environ.get("WORLD_SIZE", 1))
+    if total % args.num_generations:
+        fail(
+            f"--num_generations {args.num_generations} must divide the rollout of {total} "
+            "(--per_device_train_batch_size x --steps_per_generation x processes)"
+        )
+    if args.top_p > 1:
+        fail("--top_p must be at most 1")
+    if args.report_to != "none" and importlib.util.find_spec(args.report_to) is None:
+        fail(f"--report_to {args.report_to} needs: pip install {args.report_to}")
+    with contextlib.suppress(ValueError):
+        if isinstance(json.loads(args.chat_template_kwargs), dict):
+            return args
+    return fail('--chat_template_kwargs must be JSON such as {"enable_thinking": false}')
+
+
+POSITIVE = (
+    "max_completion_length per_device_train_batch_size gradient_accumulation_steps temperature "
+    "top_p epsilon num_iterations max_eval_samples num_generations_eval lora_r learning_rate "
+    "per_device_eval_batch_size"
+).split()
+
+
+# --------------------------------------------------------------------------------------------------
+# Rollout: our own decode loop over a static KV cache
+# --------------------------------------------------------------------------------------------------
+def random_stream(*key: object) -> torch.Generator:
+    """A generator that depends on `key` alone: no state to save, the same on every machine."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def sample_tokens(
+    logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Inverse-CDF sampling: a pure function of logits [B, V] and one uniform in [0, 1) a row [B].
+
+    Returns:
+        token [B] and its log-prob [B] at this temperature, before top_k and top_p, as it is trained.
+        Temperature 0 is greedy.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
+    logp = (logits / temperature).log_softmax(-1)  # [B, V]
+    probs = logp.exp()
+    if top_k > 0 or top_p < 1:
+        ordered, index = probs.sort(-1, descending=True)
+        if top_k > 0:
+            ordered[:, top_k:] = 0
+        ordered = ordered / ordered.sum(-1, keepdim=True)
+        mass_before = ordered.cumsum(-1) - ordered
+        probs = torch.zeros_like(probs).scatter(1, index, ordered * (mass_before < top_p))
+    cdf = probs.cumsum(-1)
+    total = cdf[:, -1:]  # 1 but for rounding
+    # Strictly below the total, or rounding would let u near 1 pick an impossible last token.
+    threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    token = torch.searchsorted(cdf, threshold, right=True).squeeze(1)
+    return token, logp.gather(1, token[:, None]).squeeze(1)
+
+
+class Completions(NamedTuple):
+    ids: Tensor  # [B, P + T]: prompts left-padded, completions right-padded
+    attention: Tensor  # [B, P + T] bool: real tokens, each completion's stop token included
+    prompt_width: int  # P
+    stopped: Tensor  # [B] bool: ended by a stop token, not by the length limit
+    logp: Tensor  # [B, T]: of each sampled token, 0 after the end
+
+    def texts(self, tokenizer) -> list[str]:
+        lengths = self.attention[:, self.prompt_width :].sum(1).tolist()
+        rows = zip(self.ids[:, self.prompt_width :].tolist(), lengths, strict=True)
+        return tokenizer.batch_decode([ids[:n] for ids, n in rows], skip_special_tokens=True)
+
+
+@torch.no_grad()
+def generate(
+    model, prompts: list[list[int]], u: Tensor, eos_ids: Tensor, pad_id: int, **sampling
+) -> Completions:
+    """Samples a completion of up to T tokens for each prompt.
+
+    Masks come from lengths, never from token ids: a pad token may be a stop token. After the
+    prefill every token runs the same `step` on the same buffers, without a word from the host.
+
+    Args:
+        u: uniforms [B, T] on the model's device.
+        sampling: temperature, top_k and top_p of `sample_tokens`.
+    """
+    (batch, length), width, device = u.shape, max(map(len, prompts)), u.device
+    ids = torch.full((batch, width + length), pad_id)
+    prompt_mask = torch.zeros(batch, width, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) : width] = torch.tensor(prompt)
+        prompt_mask[row, width - len(prompt) :] = True
+    ids, prompt_mask = ids.to(device), prompt_mask.to(device)
+    cache = StaticCache(config=model.config, max_cache_len=width + length)
+    low = torch.finfo(model.dtype).min  # not -inf: a row that sees nothing must not become NaN
+    mask = torch.full((batch, 1, 1, width + length), low, dtype=model.dtype, device=device)
+    mask[:, 0, 0, :width].masked_fill_(prompt_mask, 0)
+    causal = torch.full((width, width + length), low, dtype=model.dtype, device=device).triu(1)
+    positions = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)  # [B, P]
+
+    token, position = ids[:, width - 1 : width].clone(), positions[:, -1:].clone()  # [B, 1]
+    t = torch.zeros(1, dtype=torch.long, device=device)  # tokens so far
+    logp = torch.zeros(batch, length, device=device)
+    lengths = torch.zeros(batch, dtype=torch.long, device=device)
+    stopped = torch.zeros(batch, dtype=torch.bool, device=device)
+
+    def emit(logits: Tensor) -> None:
+        """Samples a token from the logits [B, V] and makes the buffers ready for the next one."""
+        new, new_logp = sample_tokens(logits, u.index_select(1, t).squeeze(1), **sampling)
+        new = torch.where(stopped, pad_id, new)
+        ids.index_copy_(1, t + width, new[:, None])
+        logp.index_copy_(1, t, torch.where(stopped, 0.0, new_logp)[:, None])
+        lengths.add_((~stopped).long())
+        stopped.logical_or_((new[:, None] == eos_ids).any(1))
+        token.copy_(new[:, None])
+        position.add_(1)
+        mask.index_fill_(3, t + width, 0)
+        t.add_(1)
+
+    def step() -> None:
+        inputs = {"attention_mask": mask, "position_ids": position, "past_key_values": cache}
+        emit(model(input_ids=token, use_cache=True, **inputs).logits[:, -1])
+
+    inputs = {"attention_mask": torch.minimum(mask, causal), "position_ids": positions}
+    prefill = model(
+        input_ids=ids[:, :width], past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
+    )
+    emit(prefill.logits[:, -1])
+    for i in range(1, length):
+        if i % 8 == 0 and stopped.all():  # a look every 8 tokens: each one waits for the device
+            break
+        step()
+    longest = int(lengths.max())
+    in_completion = torch.arange(longest, device=device) < lengths[:, None]
+    attention = torch.cat([prompt_mask, in_completion], 1)
+    return Completions(ids[:, : width + longest], attention, width, stopped, logp[:, :longest])
+
+
+# --------------------------------------------------------------------------------------------------
+# Policy: log-probabilities without ever building [B, T, vocabulary]
+# --------------------------------------------------------------------------------------------------
+class TokenStats(NamedTuple):
+    logp: Tensor  # [B, T] of the completion's tokens, at the sampling temperature
+    entropy: Tensor | None  # [B, T] nats; None in forwards with gradients
+    hidden: Tensor  # [B, T, H] after the final norm, at the position whose logits predict the token
+
+
+class Policy(torch.nn.Module):
+    """The module that Accelerate wraps, so that its engines see every training forward."""
+
+    def __init__(self, model: torch.nn.Module, temperature: float):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, ids: Tensor, attention: Tensor, prompt_width: int) -> TokenStats:
+        base = self.model.get_base_model()
+        positions = (attention.long().cumsum(1) - 1).clamp(min=0)
+        inputs = {"attention_mask": attention.long(), "position_ids": positions}
+        hidden = base.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+        hidden = hidden[:, prompt_width - 1 : -1]
+        targets, head = ids[:, prompt_width:], base.get_output_embeddings()
+        chunk = max(1, 2**26 // head.weight.shape[0])  # tokens: 256 MiB of fp32 logits
+        logp, entropy = [], []
+        for h, y in zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk)):
+            out = checkpoint(self.head_stats, head, h, y, use_reentrant=False)
+            logp.append(out[0])
+            entropy.append(out[1])
+        entropy = None if torch.is_grad_enabled() else torch.cat(entropy).view(targets.shape)
+        return TokenStats(torch.cat(logp).view(targets.shape), entropy, hidden)
+
+    def head_stats(self, head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies [N] of one chunk of hidden states [N, H]."""
+        logits = head(hidden).float() / self.temperature  # [N, V]
+        logp = -F.cross_entropy(logits, targets, reduction="none")
+        if torch.is_grad_enabled():
+            return logp, None
+        return logp, logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Batch: this process's rows of a rollout
+# --------------------------------------------------------------------------------------------------
+@dataclass
+class Batch:
+    rollout: int  # how many came before
+    prompt_width: int  # P
+    rows: Tensor  # [N] place of each completion in the whole rollout: prompt * G + sample
+    ids: Tensor  # [N, P + T]
+    attention: Tensor  # [N, P + T] bool
+    truncated: Tensor  # [N] bool
+    loss_mask: Tensor  # [N, T] bool: the tokens that are trained on
+    sampled_logp: Tensor  # [N, T] as the decode loop saw them
+    rewards: Tensor  # [N]
+    advantages: Tensor | None = None  # [N]
+    logp: Tensor | None = None  # [N, T] of the policy that sampled, recomputed
+    base_logp: Tensor | None = None  # [N, T] with the adapter disabled
+    entropy: Tensor | None = None  # [N, T] nats
+    scores: Tensor | None = None  # [N, T] the credit signal, >= 0
+    credit: Tensor | None = None  # [N, T] what the method's surrogate needs
+    weights: Tensor | None = None  # [N, T] share of each token in the gradient, mean 1 a completion
+
+    @property
+    def mask(self) -> Tensor:
+        """[N, T] bool: the completions, stop tokens included."""
+        return self.attention[:, self.prompt_width :]
+
+    def select(self, index: Tensor) -> "Batch":
+        """Rows `index`, without the padding that none of them needs."""
+        used = self.attention[index].any(0).nonzero()
+        first, end, part = int(used[0]), int(used[-1]) + 1, {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                value, whole = value[index], name in ("ids", "attention")
+                columns = slice(first, end) if whole else slice(end - self.prompt_width)
+                value = value[:, columns] if value.dim() == 2 else value
+            part[name] = value
+        return Batch(**part | {"prompt_width": self.prompt_width - first})
+
+    def store(self, name: str, index: Tensor, value: Tensor) -> None:
+        """Writes values [B, <= T] of rows `index`; outside the completions they are 0."""
+        if getattr(self, name) is None:
+            setattr(self, name, torch.zeros(self.mask.shape, device=value.device))
+        mask = self.mask[index, : value.shape[1]]
+        getattr(self, name)[index, : value.shape[1]] = torch.where(mask, value.float(), 0.0)
+
+
+# === CREDIT ===
+from common.metrics import weight_stats  # noqa: E402
+
+
+def needs_base(args: Args) -> bool:
+    """Whether the scores compare with the base model, which costs a forward."""
+    return args.credit in ("arca", "divergence", "random", "shuffled")
+
+
+def token_scores(run: "Run", micro: Batch, adapted: TokenStats, base: TokenStats | None):
+    """How much each token matters [B, T], and extra metrics (none here). No gradient.
+
+    Source: METHODS of arXiv 2606.00257; its baselines are normalised like ARCA itself.
+    """
+    credit = run.args.credit
+    if credit == "uniform":
+        return torch.ones_like(adapted.logp), {}
+    if credit == "surprisal":
+        return -adapted.logp, {}
+    if credit == "entropy_reduction":
+        entropy = adapted.entropy * micro.mask
+        after = F.pad(entropy[:, 1:], (0, 1))  # [B, T]: H_{t+1}
+        has_next = F.pad(micro.mask[:, 1:], (0, 1))
+        return (entropy - after).clamp(min=0) * has_next, {}
+    if credit == "divergence":
+        return (adapted.logp - base.logp).abs(), {}
+    return torch.linalg.vector_norm(adapted.hidden.float() - base.hidden.float(), dim=-1), {}
+
+
+def normalise(scores: Tensor, mask: Tensor, power: float) -> Tensor:
+    """Scores [B, T] >= 0 to weights of mean 1 over each completion, 0 outside it.
+
+    T * w_t of the paper. Dividing by the largest first changes nothing but keeps p > 1 exact where
+    scores are tiny: at B = 0 all are 0 and the weights must come out as ones.
+    """
+    raised = torch.where(mask, scores.float() + 1e-8, 0.0)
+    raised = (raised / raised.amax(1, keepdim=True).clamp(min=1e-30)).pow(power)
+    return raised * mask.sum(1, keepdim=True) / raised.sum(1, keepdim=True).clamp(min=1e-30)
+
+
+def random_like(weights: Tensor, mask: Tensor, u: Tensor) -> Tensor:
+    """Log-normal weights, each row as concentrated (EffN/T) as that row of `weights`.
+
+    EffN/T of exp(sigma * z) falls as sigma grows, so bisection finds sigma for any draw z [B, T].
+    """
+    target, z = weight_stats(weights, mask)["effn"], torch.special.ndtri(u.clamp(1e-6, 1 - 1e-6))
+    low, high = torch.zeros_like(target), torch.full_like(target, 50.0)
+    for _ in range(40):
+        sigma = (low + high) / 2
+        drawn = normalise((sigma[:, None] * z).exp().clamp(max=1e30), mask, 1.0)
+        flatter = weight_stats(drawn, mask)["effn"] > target  # NaN (one token) counts as no
+        low, high = torch.where(flatter, sigma, low), torch.where(flatter, high, sigma)
+    return torch.where(target[:, None] < 1 - 1e-6, drawn, weights)
+
+
+def assign_credit(run: "Run", batch: Batch) -> dict[str, float]:
+    """Turns the scores of a rollout into its weights; returns extra metrics (none here)."""
+    args = run.args
+    batch.weights = normalise(batch.scores, batch.mask, args.sharpening)
+    if args.credit == "uniform":
+        batch.weights = batch.mask.float()  # exactly 1, so that this is plain GRPO to the bit
+    if args.credit in ("random", "shuffled"):
+        u = row_uniforms(args, "credit", batch.rollout, batch.rows, batch.mask.shape[1])
+        u = u.to(batch.mask.device)
+    if args.credit == "random":
+        batch.weights = random_like(batch.weights, batch.mask, u)
+    if args.credit == "shuffled":
+        order = torch.where(batch.mask, u, 2.0).argsort(1)  # padding stays behind
+        batch.weights = batch.weights.gather(1, order)
+    batch.credit = batch.weights
+    return {}
+
+
+def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Log importance weight and advantage of every token, both [B, T]: here credit scales A."""
+    return log_ratio, micro.advantages[:, None] * micro.credit
+
+
+# === END CREDIT ===
+
+
+# --------------------------------------------------------------------------------------------------
+# Objective
+# --------------------------------------------------------------------------------------------------
+def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
+    """Rewards [prompts, G] minus their group's mean, over the std of group | batch | nothing.
+
+    The std is the unbiased one plus 1e-4, as in TRL. A constant group gets exactly 0.
+    """
+    centred = rewards - rewards.mean(1, keepdim=True)
+    if scale_rewards == "group":
+        centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
+    elif scale_rewards == "batch":
+        centred = centred / (rewards.std() + 1e-4)
+    constant = (rewards == rewards[:, :1]).all(1, keepdim=True)
+    return centred.masked_fill(constant, 0.0)
+
+
+def token_scale(args: Args, mask: Tensor, completions: float, tokens: float) -> Tensor:
+    """What each token [B, T] counts for in the loss; `completions` and `tokens` are those of the
+    whole update, over all micro-batches and processes, so that no split changes the gradient."""
+    if args.loss_type == "grpo":
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / completions
+    if args.loss_type == "dapo":
+        return mask / max(tokens, 1.0)
+    return mask / (completions * args.max_completion_length)
+
+
+def policy_loss(
+    args: Args, micro: Batch, logp: Tensor, old_logp: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate (PPO, arXiv 1707.06347) of GRPO (2402.03300), summed with `scale`.
+
+    Args:
+        logp, old_logp, scale: [B, T]; only logp carries gradients.
+    Returns:
+        the loss, and which tokens are clipped [B, T].
+    """
+    log_ratio = torch.where(micro.mask, logp - old_logp, 0.0)  # padding must not overflow in exp
+    log_weight, advantages = surrogate_terms(args, micro, log_ratio)
+    ratio = log_weight.exp()
+    clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon_high)
+    loss = -torch.min(ratio * advantages, clipped * advantages)
+    if args.beta > 0:
+        to_base = torch.where(micro.mask, micro.base_logp - logp, 0.0)
+        loss = loss + args.beta * (to_base.exp() - to_base - 1)  # k3, joschu.net/blog/kl-approx
+    clipped = torch.where(advantages > 0, ratio > 1 + args.epsilon_high, ratio < 1 - args.epsilon)
+    return (loss * scale).sum(), clipped & (advantages != 0) & micro.mask
+
+
+# --------------------------------------------------------------------------------------------------
+# The steps of the loop
+# --------------------------------------------------------------------------------------------------
+class Run(NamedTuple):
+    """What the steps of the loop share."""
+
+    args: Args
+    accelerator: Accelerator
+    policy: torch.nn.Module  # as Accelerate wrapped it: training forwards go through it
+    model: torch.nn.Module  # the PeftModel inside, for rollouts and the adapter switch
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    tokenizer: object
+    eos_ids: Tensor
+    grader: Grader
+
+    def sample(self, prompts: list[list[int]], u: Tensor, **sampling) -> Completions:
+        model, eos, pad = self.model.get_base_model(), self.eos_ids, self.tokenizer.pad_token_id
+        with self.accelerator.autocast():
+            return generate(model, prompts, u.to(eos.device), eos, pad, **sampling)
+
+    def grade(self, texts: list[str], problems: list[Problem]) -> list[float]:
+        """1 for a right final answer, else 0. An embedded chain must get every step right as well:
+        slips that cancel earn nothing."""
+        verdicts = self.grader.grade(texts, [problem.answer for problem in problems])
+        return [
+            verdict * (not problem.steps or first_error(text, problem) is None)
+            for verdict, text, problem in zip(verdicts, texts, problems, strict=True)
+        ]
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, with the device's work done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def row_uniforms(args: Args, kind: str, step: int, rows: Tensor, length: int) -> Tensor:
+    """Uniforms [N, length]; row r is a function of (seed, kind, step, prompt, sample) alone."""
+    keys = [divmod(row, args.num_generations) for row in rows.tolist()]
+    streams = [random_stream(args.seed, kind, step, *key) for key in keys]
+    return torch.stack([torch.rand(length, generator=stream) for stream in streams])
+
+
+def collect(run: Run, rollout: int, problems: list[Problem], prompts: list[list[int]]):
+    """Samples and grades this process's share of a rollout; the advantages see all of it.
+
+    Returns:
+        the batch, its texts and its problems.
+    """
+    args, accelerator = run.args, run.accelerator
+    sampling = {k: getattr(args, k) for k in ("temperature", "top_k", "top_p")}
+    updates = args.steps_per_generation // args.gradient_accumulation_steps
+    world = accelerator.num_processes
+    total = args.per_device_train_batch_size * args.steps_per_generation * world
+    # Every update has the same completions on any number of processes.
+    rows = torch.arange(total).view(updates, world, -1)[:, accelerator.process_index].flatten()
+    first = rollout * (total // args.num_generations)
+    groups = (rows // args.num_generations).tolist()
+    chosen = [problem_at(first + group, len(problems), args.seed) for group in groups]
+    u = row_uniforms(args, "rollout", rollout, rows, args.max_completion_length)
+    out = run.sample([prompts[i] for i in chosen], u, **sampling)
+    texts, problems = out.texts(run.tokenizer), [problems[i] for i in chosen]
+    device, mask = out.ids.device, out.attention[:, out.prompt_width :]
+    batch = Batch(
+        rollout=rollout,
+        prompt_width=out.prompt_width,
+        rows=rows.to(device),
+        ids=out.ids,
+        attention=out.attention,
+        truncated=~out.stopped,
+        loss_mask=mask & out.stopped[:, None] if args.mask_truncated_completions else mask,
+        sampled_logp=out.logp,
+        rewards=torch.tensor(run.grade(texts, problems), device=device),
+    )
+    rewards = torch.empty(total, device=device)
+    rewards[accelerator.gather(batch.rows)] = accelerator.gather(batch.rewards)
+    advantages = group_advantages(rewards.view(-1, args.num_generations), args.scale_rewards)
+    batch.advantages = advantages.flatten()[batch.rows]
+    return batch, texts, problems
+
+
+def training_forward(run: Run, micro: Batch) -> Tensor:
+    """Log-probs [B, T] in training mode. LoRA's dropout is seeded by the rows, so that a second
+    pass over them, or a resumed run, drops the same."""
+    stream = random_stream(run.args.seed, "dropout", micro.rollout, int(micro.rows[0]))
+    torch.manual_seed(stream.initial_seed())
+    run.policy.train()
+    return run.policy(micro.ids, micro.attention, micro.prompt_width).logp
+
+
+@torch.no_grad()
+def score(run: Run, batch: Batch, one_update: bool) -> dict[str, float]:
+    """Log-probs of the policy that sampled, of the base where needed, and the tokens' credit.
+
+    One forward with the adapter and at most one without. Returns seconds and the method's metrics.
+    """
+    args, device, base = run.args, run.accelerator.device, None
+    seconds, extra = {"seconds_score": 0.0, "seconds_credit": 0.0}, {}
+    everything = torch.arange(len(batch.rows), device=device)
+    for index in everything.split(args.per_device_train_batch_size):
+        micro, began = batch.select(index), clock(device)
+        inputs = (micro.ids, micro.attention, micro.prompt_width)
+        run.policy.eval()
+        adapted = run.policy(*inputs)
+        # With dropout on, the first update's ratio is 1 only if the old log-probs had it too.
+        dropout = args.lora_dropout > 0 and not one_update
+        batch.store("logp", index, training_forward(run, micro) if dropout else adapted.logp)
+        batch.store("entropy", index, adapted.entropy)
+        scored = clock(device)
+        if args.beta > 0 or needs_base(args):
+            run.policy.eval()
+            with run.model.disable_adapter():
+                base = run.policy(*inputs)
+            batch.store("base_logp", index, base.logp)
+        compared = clock(device) if not needs_base(args) else scored  # whose was the base pass?
+        scores, more = token_scores(run, micro, adapted, base)
+        batch.store("scores", index, scores)
+        extra = {name: extra.get(name, 0.0) + value for name, value in more.items()}
+        seconds["seconds_score"] += compared - began
+        seconds["seconds_credit"] += clock(device) - compared
+    began = clock(device)
+    extra |= assign_credit(run, batch)
+    seconds["seconds_credit"] += clock(device) - began
+    return seconds | extra
+
+
+def update(run: Run, batch: Batch, index: Tensor, one_update: bool) -> dict[str, float]:
+    """One optimiser step on rows `index`, in micro-batches. Returns its metrics."""
+    args, accelerator = run.args, run.accelerator
+    began = clock(accelerator.device)
+    counts = torch.stack([torch.ones_like(index).sum(), batch.loss_mask[index].sum()]).float()
+    completions, tokens = accelerator.reduce(counts, "sum").tolist()
+    totals = torch.zeros(3, device=index.device)
+    parts = index.split(args.per_device_train_batch_size)
+    for i, part in enumerate(parts):
+        micro = batch.select(part)
+        scale = token_scale(args, micro.loss_mask, completions, tokens)
+        waits = accelerator.no_sync(run.policy) if i + 1 < len(parts) else contextlib.nullcontext()
+        with waits:
+            logp = training_forward(run, micro)
+            old_logp = logp.detach() if one_update else micro.logp
+            loss, clipped = policy_loss(args, micro, logp, old_logp, scale)
+            accelerator.backward(loss * accelerator.num_processes)  # DDP takes the mean
+        totals += torch.stack([loss.detach(), clipped.sum(), clipped.any(1).sum()])
+    grad_norm = accelerator.clip_grad_norm_(run.policy.parameters(), args.max_grad_norm)
+    learning_rate = run.scheduler.get_last_lr()[0]
+    run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad()
+    loss, clipped_tokens, clipped_sequences = accelerator.reduce(totals, "sum").tolist()
+    return {
+        "loss": loss,
+        "clip_fraction": clipped_tokens / max(tokens, 1),
+        "clip_fraction_sequence": clipped_sequences / completions,
+        "grad_norm": float(grad_norm),
+        "learning_rate": learning_rate,
+        "seconds_update": clock(accelerator.device) - began,
+    }
+
+
+def evaluate(run: Run, problems: list[Problem], prompts: list[list[int]]) -> dict[str, float]:
+    """Greedy and sampled accuracy and unbiased pass@k on held-out problems, all processes.
+
+    Every evaluation draws the same uniforms, so that two of them differ by the policy alone.
+    """
+    args, verdicts = run.args, []
+    run.policy.eval()
+    mine = range(run.accelerator.process_index, len(problems), run.accelerator.num_processes)
+    sampling = {k: getattr(args, k) for k in ("temperature", "top_k", "top_p")}
+    for kind, samples, how in (
+        ("greedy", 1, {"temperature": 0}),
+        ("sampled", args.num_generations_eval, sampling),
+    ):
+        jobs = [(i, s) for i in mine for s in range(samples)]
+        for start in range(0, len(jobs), args.per_device_eval_batch_size):
+            part = jobs[start : start + args.per_device_eval_batch_size]
+            rows = torch.tensor([i * args.num_generations + s for i, s in part])
+            u = row_uniforms(args, "eval", 0, rows, args.max_completion_length)
+            out = run.sample([prompts[i] for i, _ in part], u, **how)
+            right = run.grade(out.texts(run.tokenizer), [problems[i] for i, _ in part])
+            verdicts += [(kind, i, r) for (i, _), r in zip(part, right, strict=True)]
+    return eval_metrics(gather_object(verdicts))
+
+
+# --------------------------------------------------------------------------------------------------
+# Set-up
+# --------------------------------------------------------------------------------------------------
+def use_every_core() -> None:
+    """`accelerate launch` sets OMP_NUM_THREADS=1 on a CPU machine where the user had not set it;
+    each local process then takes its share of the cores."""
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    environment = psutil.Process().parent().environ() if launched else os.environ
+    if "OMP_NUM_THREADS" not in environment:
+        cores = len(psutil.Process().cpu_affinity())
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def load_data(args: Args):
+    """Tokenizer, problems and prompts, checked against the model's context before it is loaded."""
+    where = {"revision": args.model_revision}
+    try:
+        config = AutoConfig.from_pretrained(args.model_name_or_path, **where).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **where)
+        sets = load_problems(args)
+    except (OSError, ValueError) as error:
+        fail(f"cannot load --model_name_or_path {args.model_name_or_path}: {str(error)[:300]}")
+    except DataError as error:
+        fail(error)
+    if tokenizer.eos_token_id is None:
+        fail("the tokenizer has no EOS token, so no completion would end: set eos_token in its files")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths
+    style = (args.system_prompt, json.loads(args.chat_template_kwargs))
+    prompts = [[encode_prompt(tokenizer, p.prompt, *style) for p in problems] for problems in sets]
+    longest = max(map(len, prompts[0] + prompts[1]))
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if longest + args.max_completion_length > context:
+        fail(
+            f"the longest prompt ({longest} tokens) and --max_completion_length exceed the model's "
+            f"context of {context}: set it to {context - longest} or less"
+        )
+    return tokenizer, (sets[0], prompts[0]), (sets[1], prompts[1])
+
+
+def load_policy(args: Args, device: torch.device) -> torch.nn.Module:
+    """The base in NF4 (bf16 compute on a GPU, fp32 on a CPU) with a fresh LoRA adapter on it."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    targets = args.lora_target_modules
+    lora = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model_name_or_path,
+            revision=args.model_revision,
+            dtype=dtype,
+            quantization_config=nf4 if args.load_in_4bit else None,
+            device_map={"": device},
+        )
+        for module in model.modules():
+            # On a CPU with AVX512-BF16, bitsandbytes would repack the weights in the first forward
+            # without gradients and train on wrong ones from then on.
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
+        set_seed(args.seed)  # the same adapter on every process
+        model = get_peft_model(model, lora)
+    except (OSError, ValueError) as error:
+        fail(f"cannot load --model_name_or_path {args.model_name_or_path}: {str(error)[:300]}")
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def evaluate_and_log(run: Run, step: int, held_out, log: RunLog, bar) -> dict[str, float]:
+    began = time.perf_counter()
+    result = evaluate(run, *held_out)
+    figures = "  ".join(f"{name} {value:.3f}" for name, value in result.items())
+    if not bar.disable:  # on the other processes
+        bar.write(f"step {step:4d}, held out: {figures}  ({time.perf_counter() - began:.0f} s)")
+    log.write({"step": step, "eval": result})
+    run.accelerator.log({f"eval/{name}": value for name, value in result.items()}, step)
+    return result
+
+
+def train(run: Run, train_set, held_out, log: RunLog, bar) -> list[dict]:
+    """The loop: collect, score, update. Returns the groups that credit.html shows."""
+    args, device, groups, step, rollout = run.args, run.accelerator.device, [], 0, 0
+    one_update = args.num_iterations * args.steps_per_generation == args.gradient_accumulation_steps
+    while step < args.max_steps:
+        before, began = step, clock(device)
+        batch, texts, problems = collect(run, rollout, *train_set)
+        metrics = {"seconds_rollout": clock(device) - began}
+        metrics |= score(run, batch, one_update)
+        metrics |= rollout_metrics(run.accelerator, batch, args.num_generations)
+        metrics["tokens_per_second"] = metrics["rollout_tokens"] / metrics["seconds_rollout"]
+        if metrics["zero_std_share"] == 1 and not bar.disable:
+            bar.write(
+                f"step {step + 1}: every group has equal rewards (all {metrics['reward']:.2f}): "
+                "advantages, loss and gradient are 0; the problems are too easy or too hard"
+            )
+        rows = torch.arange(len(batch.rows), device=device)
+        parts = rows.split(args.per_device_train_batch_size * args.gradient_accumulation_steps)
+        for index in (parts * args.num_iterations)[: args.max_steps - step]:
+            step += 1
+            row = {"step": step} | metrics | update(run, batch, index, one_update)
+            log.write(row | {"peak_memory_gb": peak_memory_gb(device)})
+            run.accelerator.log({k: v for k, v in row.items() if k != "step"}, step)
+            metrics |= {k: 0.0 for k in metrics if k.startswith("seconds")}  # counted once
+            bar.update()
+        bar.set_postfix_str(f"reward {row['reward']:.2f}, {row['tokens_per_second']:.0f} tokens/s")
+        due = args.eval_steps > 0 and step // args.eval_steps > before // args.eval_steps
+        if due or rollout == 0 or step == args.max_steps:
+            groups += credit_group(run.tokenizer, batch, problems, args.num_generations, step)
+        if due and step < args.max_steps:
+            evaluate_and_log(run, step, held_out, log, bar)
+        rollout += 1
+    return groups
+
+
+def main() -> None:
+    started, args = time.time(), parse_args()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # peft asks transformers
+    use_every_core()
+    tokenizer, train_set, held_out = load_data(args)
+    accelerator = Accelerator(
+        mixed_precision="bf16" if torch.cuda.is_available() else "no",
+        log_with=None if args.report_to == "none" else args.report_to,
+        project_dir=args.output_dir,
+    )
+    config = dataclasses.asdict(args)
+    accelerator.init_trackers(SCRIPT.stem, config={k: str(v) for k, v in config.items()})
+    model = load_policy(args, accelerator.device)
+    policy = Policy(model, args.temperature)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay)
+    schedule = (args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps))
+    scheduler = get_scheduler(*schedule)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    eos = model.generation_config.eos_token_id  # all else in the generation config is ignored
+    eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    eos_ids = torch.tensor(sorted(eos), device=accelerator.device)
+    main_process = accelerator.is_main_process
+    with Grader() as grader, tqdm(total=args.max_steps, unit="step", dynamic_ncols=True) as bar:
+        run = Run(args, accelerator, policy, model, optimizer, scheduler, tokenizer, eos_ids, grader)
+        log = RunLog(args.output_dir if main_process else None, config)
+        before = after = evaluate_and_log(run, 0, held_out, log, bar)
+        groups = train(run, train_set, held_out, log, bar)
+        if args.max_steps:
+            after = evaluate_and_log(run, args.max_steps, held_out, log, bar)
+    if main_process:
+        summary = {"before": before, "after": after, "seconds": round(time.time() - started, 1)}
+        model.save_pretrained(Path(args.output_dir) / "adapter")
+        title = f"{SCRIPT.stem} --credit {args.credit}, seed {args.seed}"
+        print(write_report(args.output_dir, title, config, log.rows, groups, summary))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""common/metrics.py against brute force, hand-computed vectors and hostile text. No GPU, ~5 s."""
+
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+import warnings
+from html.parser import HTMLParser
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.metrics import (
+    RunLog,
+    before_after_table,
+    pass_at_k,
+    weight_stats,
+    write_credit_page,
+    write_curves,
+    write_model_card,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+EVAL = {"greedy_accuracy": 0.4, "sampled_accuracy": 0.35, "pass@4": 0.6}
+
+
+# --------------------------------------------------------------------------------- pass@k
+
+
+def test_pass_at_k_equals_enumeration_of_every_subset():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                draws = list(combinations([True] * c + [False] * (n - c), k))
+                share = sum(any(draw) for draw in draws) / len(draws)
+                assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-12), (n, c, k)
+
+
+def test_pass_at_k_stays_finite_where_binomials_overflow():
+    assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("n, c, k", [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)])
+def test_pass_at_k_refuses_impossible_arguments(n, c, k):
+    with pytest.raises(ValueError, match="pass@k needs"):
+        pass_at_k(n, c, k)
+
+
+# --------------------------------------------------------------------------- weight_stats
+
+
+def stats_of(*weights: float) -> tuple[float, float, float]:
+    row = torch.tensor([weights])
+    stats = weight_stats(row, torch.ones_like(row))
+    return tuple(stats[key].item() for key in ("gini", "effn", "top10_mass"))
+
+
+def test_weight_stats_of_hand_vectors():
+    assert stats_of(0.7, 0.7, 0.7, 0.7) == pytest.approx((0.0, 1.0, 0.25))
+    assert stats_of(0.0, 5.0, 0.0, 0.0) == pytest.approx((0.75, 0.25, 1.0))
+    # [1, 2, 3, 4]: gini (-3*1 - 1*2 + 1*3 + 3*4) / (4 * 10); effn 100 / (4 * 30)
+    assert stats_of(3.0, 1.0, 4.0, 2.0) == pytest.approx((0.25, 5 / 6, 0.4))
+    # n = 11: ceil(11 / 10) = 2 largest of 1 ... 11, so 21 of 66
+    assert stats_of(*map(float, range(1, 12)))[2] == pytest.approx(21 / 66)
+
+
+def ragged(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """weights [16, 37] with zeros and a mask [16, 37] with holes, of 0, 1, ... tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(16, 37, generator=generator).pow(3)
+    weights[:, ::5] = 0.0
+    mask = torch.rand(16, 37, generator=generator) < torch.linspace(0.1, 1, 16)[:, None]
+    mask[0], mask[1] = False, False
+    mask[1, 3] = True
+    return weights, mask
+
+
+def naive_stats(row: list[float]) -> list[float]:
+    n, total = len(row), sum(row)
+    if n <= 1 or total == 0:
+        return [math.nan] * 3
+    ordered = sorted(row)
+    gini = sum((2 * i - n - 1) * w for i, w in enumerate(ordered, start=1)) / (n * total)
+    effn = 1 / (n * sum((w / total) ** 2 for w in row))
+    return [gini, effn, sum(ordered[n - math.ceil(n / 10) :]) / total]
+
+
+def test_weight_stats_equal_a_loop_over_ragged_rows():
+    weights, mask = ragged()
+    stats = weight_stats(weights, mask)
+    for b in range(len(weights)):
+        expected = naive_stats(weights[b][mask[b]].tolist())
+        got = [stats[key][b].item() for key in ("gini", "effn", "top10_mass")]
+        assert got == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True), b
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30, -7.0])
+def test_weight_stats_never_read_outside_the_mask(garbage):
+    weights, mask = ragged()
+    clean = weight_stats(weights, mask)
+    dirty = weight_stats(weights.masked_fill(~mask, garbage), mask.long())
+    for key in clean:
+        torch.testing.assert_close(clean[key], dirty[key], rtol=0, atol=0, equal_nan=True)
+
+
+def test_weight_stats_ignore_scale_even_an_extreme_one():
+    weights, mask = ragged()
+    for scale in (1e-30, 1e38):  # float32 sums would overflow
+        for key, value in weight_stats(weights * scale, mask).items():
+            expected = weight_stats(weights, mask)[key]
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_weight_stats_are_nan_without_two_tokens_or_any_weight():
+    weights = torch.tensor([[1.0, 2.0], [1.0, 2.0], [0.0, 0.0], [1.0, 1.0]])
+    mask = torch.tensor([[0, 0], [1, 0], [1, 1], [1, 1]])
+    for value in weight_stats(weights, mask).values():
+        assert value.isnan().tolist() == [True, True, True, False]
+    assert weight_stats(torch.zeros(2, 0), torch.zeros(2, 0))["gini"].isnan().all()
+
+
+# --------------------------------------------------------------------------------- RunLog
+
+
+def strict(path: Path) -> list[dict]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = path.read_text(encoding="utf-8")
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_run_log_writes_strict_json(tmp_path):
+    log = RunLog(str(tmp_path / "new" / "dir"))
+    log.write({"step": 0, "eval": EVAL})
+    log.write(
+        {
+            "step": torch.tensor(1), "loss": torch.tensor(0.123456789), "kl": math.nan,
+            "entropy": torch.tensor(math.inf).numpy(), "note": 'a "b"\n\ud800', "flag": True,
+            "learning_rate": 1.23456789e-7, "nested": {"list": [-math.inf, 1]},
+        }
+    )  # fmt: skip
+    rows = strict(tmp_path / "new" / "dir" / "metrics.jsonl")
+    assert rows == log.rows and log.evals == [{"step": 0, "eval": EVAL}]
+    assert rows[1] == {
+        "step": 1, "loss": 0.123457, "kl": None, "entropy": None, "note": 'a "b"\n\ud800',
+        "flag": True, "learning_rate": 1.23457e-7, "nested": {"list": [None, 1]},
+    }  # fmt: skip
+
+
+def test_run_log_resume_drops_later_rows_and_a_torn_last_line(tmp_path):
+    log = RunLog(str(tmp_path))
+    for step in range(6):
+        log.write({"step": step, "reward": step / 10, **({"eval": EVAL} if step % 4 == 0 else {})})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 6, "rew')
+    resumed = RunLog(str(tmp_path), None, resume_step=3)
+    assert [row["step"] for row in strict(path)] == [0, 1, 2, 3]
+    assert [row["step"] for row in resumed.evals] == [0]  # step 4 runs, and is evaluated, again
+    for step in (4, 5):
+        resumed.write({"step": step, "reward": 1.0})
+    assert [row["step"] for row in strict(path)] == [0, 1, 2, 3, 4, 5]
+    assert resumed.rows == strict(path) and resumed.rows[4]["reward"] == 1.0
+    again = RunLog(str(tmp_path), None, resume_step=99)
+    assert again.rows == resumed.rows and strict(path) == resumed.rows
+
+
+def test_run_log_starts_anew_without_resume_and_refuses_a_broken_middle(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl:2 is not JSON"):
+        RunLog(str(tmp_path), None, resume_step=3)
+    assert RunLog(str(tmp_path)).rows == [] and path.read_text() == ""
+    assert RunLog(str(tmp_path / "none"), resume_step=3).rows == []  # nothing to resume from
+
+
+# --------------------------------------------------------------------------------- curves
+
+
+def full_row(step: int) -> dict:
+    keys = (
+        "reward completion_length truncated_share entropy kl clip_fraction grad_norm weight_gini "
+        "weight_effn seconds_rollout seconds_score seconds_credit seconds_update"
+    ).split()
+    return {"step": step} | {key: 0.1 * i + 0.01 * (step % 3) for i, key in enumerate(keys)}
+
+
+def patchy(step: int) -> dict:
+    row = full_row(step)
+    for i, key in enumerate(list(row)[1:]):
+        if (step + i) % 3 == 0:
+            del row[key]
+        elif (step + i) % 3 == 1:
+            row[key] = None
+    return row | ({"eval": EVAL | {"pass@4": None}} if step % 4 == 0 else {})
+
+
+CURVES = {
+    "no rows": [],
+    "only the evaluation of step 0": [{"step": 0, "eval": EVAL}],
+    "one row": [full_row(1)],
+    "every value null": [{key: None for key in full_row(1)} | {"step": 1}],
+    "every value zero": [{key: 0 for key in full_row(1)} | {"step": step} for step in (1, 2)],
+    "negative KL": [full_row(step) | {"kl": -0.1} for step in (1, 2, 3)],
+    "raw rows with NaN and inf": [full_row(1) | {"kl": math.nan, "reward": math.inf}, full_row(2)],
+    "patchy": [patchy(step) for step in range(30)],
+    "many": [full_row(step) | {"eval": EVAL} for step in range(1, 400)],
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_write_curves_is_silent_and_writes_a_png(tmp_path, name):
+    path = tmp_path / "curves.png"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_curves(str(path), CURVES[name], "ARCA, seed 1, $x^{$ is not math")
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", head[16:]) == (1500, 850)
+
+
+def test_matplotlib_is_loaded_late_and_pyplot_never(tmp_path):
+    code = (
+        "import sys, common.metrics as m; assert 'matplotlib' not in sys.modules;"
+        f"m.write_curves({str(tmp_path / 'c.png')!r}, [], 't');"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# ------------------------------------------------------------------------------------ page
+
+HOSTILE = {  # text -> what the reader must see
+    "<script>alert(1)</script>": "<script>alert(1)</script>",
+    "</i></div></article><img src=x onerror=alert(1)>": None,
+    "\" onfocus=\"alert(1)\" x='": None,
+    "' style='x": None,
+    "--> ]]> </title></style></textarea><!-- &lt; &amp;#60; ${title} $groups": None,
+    "a\x00b\x1b[0m\x7f\x85": "a␀b␛[0m␡<U+0085>",
+    "\u202eabc\u2066d\u2069\u200f\u061c": "<U+202E>abc<U+2066>d<U+2069><U+200F><U+061C>",
+    "zero\u200bwidth\ufeff\U000e0041": "zero<U+200B>width<U+FEFF><U+E0041>",
+    "\ud800 lone \udfff": "<U+D800> lone <U+DFFF>",
+    "  two\tspaces\r\u2028": "  two␉spaces␍<U+2028>",
+    "naïve 日本語 عربى 🙂\u00a0\u3000∑": None,
+}
+TOKEN_ATTRIBUTES = ["class", "tabindex", "data-t", "data-w", "data-a", "data-h", "data-l"]
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes, all text, and the text from each start tag to the next tag."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.opened, self.closed, self.blocks, self.text = [], [], [], ""
+        self.fresh = False  # no tag since the last start tag
+        self.feed(path.read_bytes().decode("utf-8"))  # strict
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.opened.append((tag, attrs))
+        self.blocks.append("")
+        self.fresh = True
+
+    def handle_endtag(self, tag):
+        self.closed.append(tag)
+        self.fresh = False
+
+    def handle_data(self, data):
+        self.text += data
+        if self.fresh:
+            self.blocks[-1] += data
+
+    def tokens(self) -> list[tuple[dict, str]]:
+        pairs = zip(self.opened, self.blocks)
+        return [(dict(a), text) for (tag, a), text in pairs if tag == "i" and len(a) > 1]
+
+
+def page_of(tmp_path: Path, texts: list[str], title: str = "t", **token: object) -> Page:
+    tokens = [{"text": t, "weight": 1.0, "entropy": 0.5, "logp": -0.5} | token for t in texts]
+    groups = [
+        {
+            "prompt": text, "answer": text, "step": 3,
+            "completions": [
+                {"reward": 1.0, "advantage": 0.7, "truncated": False, "tokens": tokens},
+                {"reward": 0.0, "advantage": -0.7, "truncated": True, "tokens": tokens},
+            ],
+        }
+        for text in texts
+    ]  # fmt: skip
+    write_credit_page(str(tmp_path / "credit.html"), title, groups)
+    return Page(tmp_path / "credit.html")
+
+
+def test_page_takes_no_markup_from_text_and_shows_all_of_it(tmp_path):
+    hostile, plain = list(HOSTILE), [f"word{i}" for i in range(len(HOSTILE))]
+    page = page_of(tmp_path, hostile, title=hostile[0] + hostile[4])
+    harmless = page_of(tmp_path, plain)
+    assert [tag for tag, _ in page.opened] == [tag for tag, _ in harmless.opened]
+    assert page.closed == harmless.closed
+    for (tag, attrs), (_, expected) in zip(page.opened, harmless.opened):
+        if "data-t" in dict(attrs):
+            assert [name for name, _ in attrs] == TOKEN_ATTRIBUTES
+            attrs, expected = ([a for a in side if a[0] != "data-t"] for side in (attrs, expected))
+        assert attrs == expected, tag
+    for text, seen in HOSTILE.items():  # prompt, answer, and a token in 2 completions a group
+        count = page.blocks.count(seen or text)
+        assert count == 2 + 2 * len(HOSTILE), text
+        assert (seen or text)[:20] in {token["data-t"][:20] for token, _ in page.tokens()}
+    raw = (tmp_path / "credit.html").read_text(encoding="utf-8")
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u200b-\u200f\u2028-\u202e\u2066-\u2069]", raw)
+
+
+def test_page_needs_no_script_and_no_network(tmp_path):
+    page = page_of(tmp_path, ["a"])
+    raw = (tmp_path / "credit.html").read_text(encoding="utf-8")
+    policy = next(dict(a) for tag, a in page.opened if "http-equiv" in dict(a))
+    assert policy["content"] == "default-src 'none'; style-src 'unsafe-inline'"
+    names = {name for _, attrs in page.opened for name, _ in attrs}
+    assert not names & {"src", "href", "style"} and not any(n.startswith("on") for n in names)
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.opened}
+    assert not re.search(r"https?:|url\(|@import", raw)
+
+
+def test_page_tints_by_weight_and_signs_by_advantage(tmp_path):
+    def token(weight: float) -> tuple[dict, str]:
+        return page_of(tmp_path, [" a\n"], weight=weight).tokens()[0]
+
+    expected = {0.0: "k0", 1.0: "k4", 2.0: "k8", 3.0: "k12", 50.0: "k12", -1.0: "k0"}
+    assert {weight: token(weight)[0]["class"] for weight in expected} == expected
+    attributes, text = token(2.0)
+    assert text == " a↵\n" and attributes["data-t"] == " a↵" and attributes["tabindex"] == "0"
+    shown = [attributes[f"data-{name}"] for name in "wahl"]
+    assert shown == ["2.00", "+1.40", "0.50", "-0.50"]
+    page = page_of(tmp_path, ["a"], role="decisive")
+    assert [t["class"] for t, _ in page.tokens()] == ["k4 d", "k4 d"]
+    assert page_of(tmp_path, ["a"], role="first_wrong").tokens()[0][0]["class"] == "k4 f"
+    page = page_of(tmp_path, ["a"], role='"><script>')
+    assert page.tokens()[0][0]["class"] == "k4" and "<script>" not in page.text
+    articles = [dict(attrs)["class"] for tag, attrs in page.opened if tag == "article"]
+    assert articles == ["pos", "neg"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
+def test_page_survives_numbers_that_are_not(tmp_path, value):
+    page = page_of(tmp_path, ["a"], weight=value, entropy=value, logp=value)
+    token = page.tokens()[0][0]
+    assert token["class"] == "k0"
+    assert {token[f"data-{name}"] for name in "wahl"} == {"n/a"}
+    completion = {"reward": value, "advantage": value, "truncated": False, "tokens": []}
+    group = {"prompt": "p", "answer": "a", "step": 0, "completions": [completion]}
+    write_credit_page(str(tmp_path / "credit.html"), "t", [group])
+    assert ("article", [("class", "zero")]) in Page(tmp_path / "credit.html").opened
+
+
+def test_page_without_samples_and_the_size_of_a_big_one(tmp_path):
+    write_credit_page(str(tmp_path / "credit.html"), "t", [])
+    assert "No samples." in Page(tmp_path / "credit.html").text
+    token = {"text": " word&", "weight": 1.23, "entropy": 0.12, "logp": -0.12}
+    completion = {"reward": 1.0, "advantage": 1.0, "truncated": False, "tokens": [token] * 500}
+    group = {"prompt": "p", "answer": "a", "step": 0, "completions": [completion] * 8}
+    write_credit_page(str(tmp_path / "credit.html"), "t", [group] * 16)
+    assert (tmp_path / "credit.html").stat().st_size < 10e6
+
+
+# ----------------------------------------------------------------------- before and after
+
+
+def test_before_after_table_is_aligned_and_in_points():
+    after = {"greedy_accuracy": 0.525, "sampled_accuracy": math.nan, "tokens": 120}
+    lines = before_after_table(EVAL, after).splitlines()
+    assert [line.split() for line in lines] == [
+        ["held-out", "before", "after", "change"],
+        ["greedy", "accuracy", "40.0%", "52.5%", "+12.5"],
+        ["sampled", "accuracy", "35.0%", "–", "–"],
+        ["pass@4", "60.0%", "–", "–"],
+        ["tokens", "–", "120", "–"],
+    ]
+    assert len({len(line) for line in lines}) == 1
+    assert before_after_table({}, {})
+
+
+def test_model_card_has_valid_front_matter_and_flags_stay_in_their_block(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    base, flags = 'org/na"me: x\n---\n# no', {"lr": 1e-5, "note": "```\n# no", "dir": Path("a")}
+    write_model_card(str(tmp_path / "README.md"), "org/base", "arca", flags, EVAL, EVAL)
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["library_name"] == "peft" and front["base_model"] == "org/base"
+    assert "arca" in front["tags"] and "PeftModel.from_pretrained(base, " in text
+    assert "| greedy accuracy | 40.0% | 40.0% | +0.0 |" in text and "--lr 1e-05" in text
+    assert text.count("\n```") == 4 and "\n# no" not in text
+    write_model_card(str(tmp_path / "README.md"), base, "arca", {}, {}, {})
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert yaml.safe_load(text.split("\n---\n")[0])["base_model"] == base
+    assert "No evaluation was run." in text

@@ -1,0 +1,522 @@
+"""Tests of common/reward.py; `python tests/test_reward.py --bench` measures its throughput."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":  # --bench; under pytest the configuration does this
+    sys.path.insert(0, str(ROOT))
+
+import ast  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import subprocess  # noqa: E402
+import threading  # noqa: E402
+import time  # noqa: E402
+
+import pytest  # noqa: E402
+
+from common import reward  # noqa: E402
+from common.reward import Grader, last_boxed, quick_verdict  # noqa: E402
+
+DATA = ROOT.parent / "shared" / "data"
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def box(text: str) -> str:
+    return f"\\boxed{{{text}}}"
+
+
+def read(name: str) -> list[dict]:
+    path = DATA / name
+    if not path.exists():
+        pytest.skip(f"{path} is absent (it is not part of the project)")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def math500() -> tuple[list[str], list[str]]:
+    rows = read("math500.jsonl")
+    return [row["solution"] for row in rows], [row["answer"] for row in rows]
+
+
+def gsm8k(split: str) -> tuple[list[str], list[str]]:
+    parts = [row["answer"].split("####") for row in read(f"gsm8k_{split}.jsonl")]
+    return [a + box(b.strip()) for a, b in parts], [b.strip() for _, b in parts]
+
+
+def pids(grader: Grader) -> list[int]:
+    return [worker.proc.pid for worker in grader._workers]
+
+
+@pytest.fixture(scope="module")
+def grader():
+    # A generous deadline: other jobs on a busy machine must not turn a right answer into a 0.
+    with Grader(timeout=30.0) as shared:
+        yield shared
+
+
+# ---------------------------------------------------------------------------------- last_boxed
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{7}.", "7"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} or rather \boxed{2}", "2"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"\boxed {4}", "4"),
+        (r"\boxed{}", ""),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),  # \{ is not a grouping brace
+        (r"a \\ \boxed{5}", "5"),
+        (r"a \\\boxed{5}", "5"),
+        (r"\\boxed{5}", "5"),
+        ("\\boxed{a\nb}", "a\nb"),
+        (r"} } \boxed{6} {", "6"),
+        (r"\boxed{5} then \boxed{6", "5"),  # half-open: no box
+        (r"\boxed{5 then {6}", None),
+        (r"\boxed", None),
+        (r"\boxed 7", None),
+        (r"\fbox{7}", None),
+        (r"{7}", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize("unit", ["\\boxed{", "\\boxed", "\\boxed{}", "\\", "{", "}", "\\boxed "])
+def test_last_boxed_is_linear(unit):
+    # 2 million characters: quadratic work would take hours, linear takes about a second.
+    start = time.monotonic()
+    text = box("7") + unit * (2_000_000 // len(unit))
+    assert last_boxed(text) == ("" if unit == "\\boxed{}" else "7")
+    last_boxed("\\boxed{" + " " * 1_000_000 + unit * (1_000_000 // len(unit)))
+    assert time.monotonic() - start < 30
+
+
+# ---------------------------------------------------------------------------------- quick path
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "verdict"),
+    [
+        ("7", "7", 1), ("7", "8", 0), (" 7 ", "7", 1), ("7.", "7", 1), ("$7$", "7", 1),
+        ("1,000", "1000", 1), ("+7", "7", 1), ("007", "7", 1), ("-0", "0", 1), ("-7", "7", 0),
+        ("12345678901234567890123456789", "12345678901234567890123456788", 0),
+        ("\\frac{1}{2}", "\\frac{1}{2}", 1), ("\\text{Evelyn}\\,", "\\text{Evelyn}", 1),
+        ("", "7", 0), ("", "", 0), ("9" * 1_000_000, "7", 0), ("x" * 501, "7", 0),
+        ("x" * 501, "x" * 501, 1), ("7", "x" * 501, 0),
+    ],
+)  # fmt: skip
+def test_quick_path_starts_no_worker(answer, gold, verdict):
+    with Grader() as grader:
+        assert grader.grade([box(answer), "no box: " + gold], [gold, gold]) == [verdict, 0.0]
+        assert grader._workers == []
+
+
+@pytest.mark.parametrize("text", ["٧", "⁷", "７", "1,00", "0,123", "7.0", "1e3", "9" * 31, "0x7"])
+def test_only_plain_ascii_integers_are_compared_in_the_parent(text):
+    assert quick_verdict(text, "7") is None
+
+
+def test_lengths_must_agree():
+    with pytest.raises(ValueError):
+        Grader().grade([box("1")], ["1", "2"])
+
+
+# --------------------------------------------------------------------------------- equivalence
+
+EQUAL = [
+    (r"\frac12", "0.5"), ("1/2", "0.5"), (r"\frac12", "1/2"), (r"\dfrac{3}{4}", r"\frac{3}{4}"),
+    (r"\tfrac34", "0.75"), ("5", "x=5"), ("x = 5", "5"), (r"\sqrt{8}", r"2\sqrt{2}"),
+    (r"(3, \pi/2)", r"\left( 3, \frac{\pi}{2} \right)"), ("5, 3, 7", "3, 5, 7"),
+    ("[-2, 7]", r"x \in [-2,7]"), (r"(-\infty,0]", r"(-\infty, 0]"), ("2(k+1)", "2k+2"),
+    ("-q + p", "p - q"), ("Evelyn", r"\text{Evelyn}"), (r"\text{C}", r"\text{(C)}"),
+    ("11111111100", r"11,\! 111,\! 111,\! 100"), ("90", r"90^\circ"), (r"10\%", "10"),
+    (r"\$18", "18"), ("18.00", "18"), (r"18\text{ apples}", "18"), ("5.4", r"5.4 \text{ cents}"),
+    (r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    ("1+2i", "2i + 1"), (r"1 + \sqrt{19}, 1 - \sqrt{19}", r"1 \pm \sqrt{19}"),
+    ("6.72 \\times 10^{-5}", ".0000672"), (r"(x+1)^2", "x^2+2x+1"),
+]  # fmt: skip
+DIFFERENT = [
+    (r"\frac13", "0.5"), ("2/1", "0.5"), ("x=6", "5"), (r"\sqrt{7}", r"2\sqrt{2}"),
+    (r"(\frac{\pi}{2}, 3)", r"\left( 3, \frac{\pi}{2} \right)"), ("3, 5", "3, 5, 7"),
+    ("(2, 1, 3)", "(1, 2, 3)"), ("[-2, 7)", r"x \in [-2,7]"), (r"(-\infty,0)", r"(-\infty, 0]"),
+    ("2k+3", "2k+2"), ("q - p", "p - q"), ("Angela", r"\text{Evelyn}"), ("(D)", r"\text{(C)}"),
+    ("11111111101", r"11,\! 111,\! 111,\! 100"), ("91", r"90^\circ"), ("18.01", "18"),
+    (r"\begin{bmatrix} 2 \\ 1 \end{bmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    ("1-2i", "2i + 1"), ("x^2+2x+2", "(x+1)^2"), ("7, 8", "7"), (r"\{7, 8\}", "7"), ("y=7x", "7"),
+    (r"\text{it is } \frac{1}{2} \text{ or } (((", r"\frac{1}{2}"),
+]  # fmt: skip
+
+
+def test_equivalence(grader):
+    for pairs, verdict in ((EQUAL, 1.0), (DIFFERENT, 0.0)):
+        got = grader.grade([box(a) for a, _ in pairs], [b for _, b in pairs])
+        assert [p for p, v in zip(pairs, got, strict=True) if v != verdict] == []
+
+
+def test_a_repeated_pair_is_judged_once(grader, monkeypatch):
+    sent = []
+    run = grader._run
+    monkeypatch.setattr(grader, "_run", lambda pairs: sent.extend(pairs) or run(pairs))
+    for _ in range(2):
+        texts = [box("3/6"), box("3/7"), box("3/6"), "no box"]
+        assert grader.grade(texts, [r"\frac12"] * 4) == [1.0, 0.0, 1.0, 0.0]
+    assert sent == [("3/6", r"\frac12"), ("3/7", r"\frac12")]
+
+
+def test_the_cache_is_bounded(grader, monkeypatch):
+    monkeypatch.setattr(reward, "CACHE_PAIRS", 3)
+    for i in (1, 2, 3, 1, 4):  # 1 is used again, so 2 is the oldest when 4 comes
+        grader.grade([box(f"{i}/9")], [r"\frac49"])
+    assert [pair[0] for pair in grader._cache] == ["3/9", "1/9", "4/9"]
+
+
+# ----------------------------------------------------------------------------------- real data
+
+SETS = {"math500": math500, "train": lambda: gsm8k("train"), "test": lambda: gsm8k("test")}
+GOLD_SCORES_ZERO: dict[str, set[str]] = {"math500": set(), "train": set(), "test": set()}
+# (boxed, the next problem's answer): written differently, and equal.
+NEXT_SCORES_ONE = {"math500": {("5", "x=5")}, "train": set(), "test": set()}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_gold_solutions(name, grader):
+    texts, golds = SETS[name]()
+    verdicts = grader.grade(texts, golds)
+    zero = {gold for gold, verdict in zip(golds, verdicts, strict=True) if verdict == 0.0}
+    assert zero == GOLD_SCORES_ZERO[name]
+    assert sum(verdicts) >= 0.998 * len(golds)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_gold_solutions_against_the_next_answer(name, grader):
+    texts, golds = SETS[name]()
+    after = golds[1:] + golds[:1]
+    verdicts = grader.grade(texts, after)
+    rows = list(zip(golds, after, verdicts, strict=True))
+    differ = [row for row in rows if row[0].replace(",", "") != row[1].replace(",", "")]
+    assert len(differ) > 0.9 * len(rows)
+    assert {(a, b) for a, b, verdict in differ if verdict == 1.0} == NEXT_SCORES_ONE[name]
+
+
+REWRITTEN = {
+    "as it is": lambda s: s,
+    "other commands": lambda s: s.replace("\\frac", "\\dfrac").replace("\\left", ""),
+    "display style": lambda s: "\\displaystyle " + s.replace("\\right", "").replace("\\left", ""),
+}
+
+
+@pytest.mark.parametrize("form", REWRITTEN)
+def test_gold_answers_through_the_workers(form, grader):
+    """The quick path answers gold against itself, so here it is left out: all 100% must pass."""
+    rewrite = REWRITTEN[form]
+    golds = set(math500()[1]) | set(gsm8k("test")[1][:200])
+    pairs = sorted({(rewrite(gold), gold) for gold in golds})
+    verdicts = grader._run(pairs)
+    assert len(verdicts) == len(pairs) > 300
+    assert {gold for (_, gold), verdict in verdicts.items() if verdict == 0.0} == set()
+
+
+EDGES = ["$ {} $", "{}.", "\\,{}", "{}\\, ", "\n${}$.\n"]
+
+
+@pytest.mark.parametrize("form", EDGES)
+def test_what_surrounds_an_answer_does_not_count(form, grader):
+    golds = math500()[1]
+    verdicts = grader.grade([box(form.replace("{}", gold)) for gold in golds], golds)
+    assert {gold for gold, verdict in zip(golds, verdicts, strict=True) if not verdict} == set()
+
+
+# --------------------------------------------------------------------------------- hostile text
+
+
+def spell(text: str) -> str:
+    return "+".join(f"chr({ord(char)})" for char in text)
+
+
+# sympy's evalf prints this name into Python source and runs it, unless lambdify is refused.
+OPEN = f"open({spell('pwned')},chr(119))"
+LAMBDIFY = rf"\sum_{{n=0}}^{{\infty}} \frac{{\vec{{dot([1],[{OPEN}])}}^n}}{{n!}}"
+
+ENDLESS = [  # these hold a worker until it is killed
+    "5^{5^{5^{5}}}", "10^{10^{10}}", "(10^8)!", "((9!)!)!", r"\sum_{n=1}^{10^{10}} \frac{1}{n}",
+]  # fmt: skip
+ENDLESS_TOO = [
+    "2^{2^{2^{2^{2^2}}}}", "9!!!!", "100000000!", r"\prod_{n=1}^{10^9} n", "{" * 200 + "}" * 200,
+    r"\binom{1000000000}{500000000}", "(" * 200 + "7" + ")" * 200, "(x+1)^{100000}",
+    r"\sin(10^{10^{8}})", r"\gcd(2^{10^9},3)", r"\lfloor 10^{10^{9}} \rfloor",
+]  # fmt: skip
+HOSTILE = [
+    "5^(5^(5^5))", r"\int e^{e^{x}} dx", r"\int_0^1 e^{e^{x}} dx", r"\sum_{n=1}^{10^{10}} 1/n!",
+    r"\lim_{x \to 0} \frac{\sin(\sin x)}{x^7}", "1e1000000000", "0.0000001^{99999999}",
+    r"\operatorname{zeros}(100000,100000)", r"\begin{matrix}1&2\\3&4\end{matrix}^{10^9}",
+    "{" * 10_000 + "7" + "}" * 10_000, "(" * 10_000 + "7" + ")" * 10_000,
+    r"\frac{" * 10_000 + "7" + "}{1}" * 10_000, r"\sqrt{" * 10_000 + "7" + "}" * 10_000,
+    r"\sqrt{" * 40 + "7" + "}" * 40, "((((((((7", "8" * 1_000_000, "8" * 400, "x" * 2_000_000,
+    "7\0", "\0", "a\0b", "٧", "⁷", "７", "７.0", "\ud800", "7\ud800", "\U0001f600" * 400,
+    "__import__('os').system('touch pwned')", "__import__(\"os\").system(\"touch pwned\")",
+    "().__class__.__base__.__subclasses__()", "(lambda: open('pwned', 'w'))()", LAMBDIFY,
+    "exec('open(\"pwned\",\"w\")')", OPEN, rf"\text{{{OPEN}}}", "7\n7", '7"]\n["7", "7"]', "1\n",
+    "ready\n", "1\n1\n1\n", '["8", "7"]', "\x1b[31m7\x1b[0m", "\r8", "7 or 1", "nan", "zoo", "-7",
+    r"\infty", r"\pm 7", r"7 \neq 7", "7, 7, 8", r"\emptyset", r"\boxed", r"\frac", "^", "_", "\\",
+    r"\text{", "%", "&", "#", r"\begin{matrix}", "7=8", "x<7", "0/0", r"\frac{7}{0}", "=", "7=",
+]  # fmt: skip
+
+
+def ready_grader(num_workers: int, timeout: float) -> Grader:
+    grader = Grader(num_workers, timeout)
+    golds = [f"{i}/{num_workers + 1}" for i in range(1, num_workers + 1)]
+    grader._timeout = 30.0
+    assert all(grader.grade([box("{" + gold + "}") for gold in golds], golds))
+    grader._timeout = timeout
+    return grader
+
+
+def judge_one_by_one(texts: list[str]) -> int:
+    """Each must get its 0 in time, and the pool stay right; the number that were killed."""
+    with ready_grader(1, 2.0) as grader:
+        for i, text in enumerate(texts):
+            if not grader._workers:  # start-up is not part of an answer's deadline
+                grader.grade([box(f"{i}/7")], [r"\frac{1000}{7}"])
+            start = time.monotonic()
+            assert grader.grade([box(text)], ["7"]) == [0.0], ascii(text[:60])
+            assert time.monotonic() - start < 3.0, ascii(text[:60])
+        killed = grader.timeouts
+        grader._timeout = 30.0
+        rows = [r"\frac{21}{3}", "7.0", "14/2", "15/2"]
+        assert grader.grade([box(row) for row in rows], ["7"] * 4) == [1.0, 1.0, 1.0, 0.0]
+        return killed
+
+
+def test_hostile_answers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the workers inherit it, so `pwned` would be made here
+    judge_one_by_one(HOSTILE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_endless_answers_are_killed_at_their_deadline():
+    assert judge_one_by_one(ENDLESS) == len(ENDLESS)
+
+
+@pytest.mark.slow
+def test_more_endless_answers_are_killed_at_their_deadline():
+    assert judge_one_by_one(ENDLESS_TOO) >= len(ENDLESS_TOO) // 2
+
+
+def test_model_text_is_never_run_as_python(tmp_path, monkeypatch, grader):
+    """The gold is not a number, so math-verify calls evalf on the sum (it ran the file opener)."""
+    assert len(LAMBDIFY) <= reward.MAX_CHARS
+    monkeypatch.chdir(tmp_path)
+    with Grader(timeout=30.0) as fresh:
+        assert fresh.grade([box(LAMBDIFY)] * 2, [r"\pi", r"\sqrt{2}"]) == [0.0, 0.0]
+    assert list(tmp_path.iterdir()) == []
+    # and refusing lambdify does not cost a right answer
+    assert grader.grade([box(r"\sum_{n=0}^{\infty} \frac{1}{n!}")], ["e"]) == [1.0]
+
+
+def test_an_endless_answer_does_not_hold_up_the_others():
+    with ready_grader(2, 2.0) as grader:
+        texts = [ENDLESS[0], "14/2", ENDLESS[0], r"\frac{21}{3}", "15/2"]
+        assert grader.grade([box(t) for t in texts], ["7"] * 5) == [0.0, 1.0, 0.0, 1.0, 0.0]
+        assert grader.timeouts == 1  # the repeat was not judged again
+
+
+# -------------------------------------------------------------------------- workers that go away
+
+
+def test_a_worker_killed_while_idle_costs_nothing():
+    with ready_grader(2, 30.0) as grader:
+        for pid in pids(grader):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)
+        assert grader.grade([box("14/2"), box("15/2")], ["7", "7"]) == [1.0, 0.0]
+        assert grader.timeouts == 0
+
+
+def test_a_worker_killed_while_busy_costs_one_verdict():
+    with ready_grader(1, 60.0) as grader:
+        killer = threading.Timer(1.0, os.kill, (pids(grader)[0], signal.SIGKILL))
+        killer.start()
+        texts = [box(ENDLESS[0]), box("14/2"), box("15/2")]
+        assert grader.grade(texts, ["7"] * 3) == [0.0, 1.0, 0.0]
+        assert grader.timeouts == 1
+        killer.join()
+
+
+def test_memory_is_limited():
+    """A worker at its memory limit answers 0 or dies; either way the next verdict is right."""
+    with ready_grader(1, 60.0) as grader:
+        texts = [box(r"\operatorname{zeros}(30000,30000)"), box("14/2")]
+        assert grader.grade(texts, ["7", "7"]) == [0.0, 1.0]
+        if sys.platform == "linux":
+            limits = Path(f"/proc/{pids(grader)[0]}/limits").read_text()
+            line = next(row for row in limits.splitlines() if row.startswith("Max address"))
+            assert line.split()[3] == str(reward.MEMORY_BYTES)
+
+
+def test_an_interrupted_call_leaves_no_verdict_behind(monkeypatch):
+    with ready_grader(1, 30.0) as grader:
+        def interrupt(_verdicts):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(grader, "_collect", interrupt)
+            grader.grade([box("14/2")], ["7"])  # its 1 would be read as the next pair's
+        assert grader.grade([box("15/2")], ["7"]) == [0.0]
+
+
+def test_ctrl_c_is_left_to_the_trainer():
+    with ready_grader(1, 30.0) as grader:
+        before = pids(grader)
+        os.kill(before[0], signal.SIGINT)
+        assert grader.grade([box("14/2")], ["7"]) == [1.0]
+        assert pids(grader) == before
+
+
+def gone(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True  # in a container nobody may be there to reap it
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+PARENT = """
+import sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from common.reward import Grader
+grader = Grader(1, 600.0)
+assert grader.grade([r"\\boxed{14/2}"], ["7"]) == [1.0]
+print(grader._workers[0].proc.pid, flush=True)
+if sys.argv[2] == "killed":
+    grader.grade([r"\\boxed{5^{5^{5^{5}}}}"], ["7"])
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("end", ["killed", "exit"])
+def test_no_worker_outlives_its_parent(end, tmp_path):
+    command = [sys.executable, "-c", PARENT, str(ROOT), end]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as parent:
+        worker = int(parent.stdout.readline())
+        if end == "killed":
+            time.sleep(1.0)  # the worker is inside one C call by now
+            assert not gone(worker, 0.1)
+            parent.kill()
+    assert parent.returncode == (-signal.SIGKILL if end == "killed" else 0)
+    assert gone(worker, 5.0)
+
+
+def test_close_is_idempotent_and_not_the_end():
+    grader = Grader(1, 30.0)
+    grader.close()
+    assert grader.grade([box("14/2")], ["7"]) == [1.0]
+    processes = [worker.proc for worker in grader._workers]
+    grader.close()
+    grader.close()
+    assert [process.returncode for process in processes] == [-signal.SIGKILL]
+    assert grader.grade([box("21/3")], ["7"]) == [1.0]
+    grader.close()
+
+
+@pytest.mark.parametrize("cause", ["no such program", "dies at once", "says why"])
+def test_workers_that_cannot_start_are_one_clear_error(cause, tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    if cause != "no such program":
+        say = "echo 'ModuleNotFoundError: No module named math_verify'; sleep 60"
+        program.write_text("#!/bin/sh\n" + (say if cause == "says why" else "exit 1"))
+        program.chmod(0o755)
+    monkeypatch.setattr(reward.sys, "executable", str(program))
+    with Grader() as grader:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no grading worker can be started") as error:
+                grader.grade([box("14/2")], ["7"])
+            assert cause != "says why" or "No module named math_verify" in str(error.value)
+            assert grader.grade([box("7")], ["7"]) == [1.0]
+            assert grader._workers == []
+
+
+# ------------------------------------------------------------------------- what is imported, run
+
+
+def test_the_parent_imports_the_standard_library_only(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from common.reward import Grader\n"
+        "assert Grader().grade([r'\\boxed{7}'], ['7']) == [1.0]\n"
+        "print([m for m in ('torch', 'sympy', 'math_verify', 'numpy') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_worker_imports_no_torch(grader):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from common import reward\n"
+        "equal = reward._load_verifier(); assert equal('14/2', '7'), 'verdict'\n"
+        "print('torch' in sys.modules, 'sympy' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+    if sys.platform == "linux":
+        grader.grade([box("22/11")], ["2"])
+        for pid in pids(grader):
+            assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_the_source_evaluates_nothing():
+    tree = ast.parse((ROOT / "common" / "reward.py").read_text())
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    bad = {"eval", "exec", "sympify", "parse_expr", "loads", "ExprExtractionConfig", "pickle"}
+    assert names & bad == {"loads"}  # json.loads, in the worker
+    modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    assert not modules & {"torch", "pickle", "multiprocessing"}
+
+
+# --------------------------------------------------------------------------------------- bench
+
+
+def bench() -> None:
+    """Completions per second: MATH-500 and the GSM8K test split, against right and wrong golds."""
+    (m_texts, m_golds), (g_texts, g_golds) = math500(), gsm8k("test")
+    texts, golds = m_texts + g_texts, m_golds + g_golds
+    rewritten = [box("\\displaystyle " + gold) for gold in golds]
+    mixes = [
+        ("gold solutions, own answers", texts, golds),
+        ("gold solutions, the next problem's answers", texts, golds[1:] + golds[:1]),
+        ("the same again (cached)", texts, golds[1:] + golds[:1]),
+        ("gold solutions, the second next answers", texts, golds[2:] + golds[:2]),
+        ("every answer rewritten (none is quick)", rewritten, golds),
+    ]
+    for started in (False, True):
+        with ready_grader(2, 5.0) if started else Grader(2, 5.0) as grader:
+            print("workers started before" if started else "worker start included")
+            for name, completions, answers in mixes:
+                before, start = len(grader._cache), time.perf_counter()
+                right = sum(grader.grade(completions, answers))
+                seconds, judged = time.perf_counter() - start, len(grader._cache) - before
+                print(
+                    f"  {name}: {len(completions)} in {seconds:.2f} s = "
+                    f"{len(completions) / seconds:.0f}/s; {judged} pairs ({judged / seconds:.0f}/s)"
+                    f" went to workers; {right:.0f} right; {grader.timeouts} timeouts so far"
+                )
+    print("load average", *os.getloadavg(), "cpus", os.cpu_count())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--bench"]:
+        sys.exit("usage: python tests/test_reward.py --bench")
+    bench()
