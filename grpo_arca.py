@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed, tqdm
 from peft import LoraConfig, get_peft_model
+from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -86,9 +87,12 @@ class Args:
     temperature: float = flag(1.0, "sampling temperature, also of the trained log-probs")
     top_p: float = flag(1.0, "sample from the smallest set of tokens with this mass; 1 is off")
     top_k: int = flag(0, "sample from this many likeliest tokens; 0 is off")
+    rollout_weights: Literal["auto", "merged", "adapter"] = flag(
+        "auto", "sample through a dense copy of NF4 + LoRA (faster) | the adapter (no extra memory)"
+    )
     # batch: prompts a step = batch size * accumulation * processes / num_generations
-    per_device_train_batch_size: int = flag(128, "completions per process and micro-batch")
-    gradient_accumulation_steps: int = flag(1, "micro-batches per update")
+    per_device_train_batch_size: int = flag(32, "completions per process and micro-batch")
+    gradient_accumulation_steps: int = flag(4, "micro-batches per update")
     steps_per_generation: int | None = flag(
         None, "micro-batches per rollout; default gradient_accumulation_steps: one update"
     )
@@ -115,10 +119,10 @@ class Args:
     warmup_steps: int = flag(3, "steps of linear warm-up")
     lr_scheduler_type: str = flag("cosine", "cosine | linear | constant_with_warmup | ...")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
-    max_steps: int = flag(70, "updates; 0 evaluates and stops")
+    max_steps: int = flag(50, "updates; 0 evaluates and stops")
     seed: int = flag(1, "of the adapter, the data order and every sample")
     # evaluation and output
-    eval_steps: int = flag(35, "evaluate every so many updates; 0: before and after only")
+    eval_steps: int = flag(25, "evaluate every so many updates; 0: before and after only")
     max_eval_samples: int = flag(256, "held-out problems")
     num_generations_eval: int = flag(4, "samples per held-out problem")
     per_device_eval_batch_size: int = flag(256, "completions generated at once in evaluation")
@@ -189,7 +193,7 @@ def sample_tokens(
     """Inverse-CDF sampling: a pure function of logits [B, V] and one uniform in [0, 1) a row [B].
 
     Returns:
-        token [B] and its log-prob [B] at this temperature, before top_k and top_p, as it is trained.
+        token [B] and its log-prob [B] at this temperature, before top_k and top_p, as trained.
         Temperature 0 is greedy.
     """
     logits = logits.float()
@@ -524,8 +528,15 @@ class Run(NamedTuple):
     eos_ids: Tensor
     grader: Grader
 
+    dense: torch.nn.Module | None  # the copy that rollouts run on, if rollout_weights is merged
+
     def sample(self, prompts: list[list[int]], u: Tensor, **sampling) -> Completions:
-        model, eos, pad = self.model.get_base_model(), self.eos_ids, self.tokenizer.pad_token_id
+        model, eos, pad = self.dense, self.eos_ids, self.tokenizer.pad_token_id
+        self.policy.eval()
+        if model is None:
+            model = self.model.get_base_model()
+        else:
+            merge(self.model, model)
         with self.accelerator.autocast():
             return generate(model, prompts, u.to(eos.device), eos, pad, **sampling)
 
@@ -591,6 +602,19 @@ def collect(run: Run, rollout: int, problems: list[Problem], prompts: list[list[
     return batch, texts, problems
 
 
+def update_rows(args: Args, batch: Batch) -> tuple[Tensor, ...]:
+    """This process's rows of each update on a rollout."""
+    size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return torch.arange(len(batch.rows), device=batch.rows.device).split(size)
+
+
+def micro_batches(args: Args, batch: Batch, index: Tensor, count: int = 0) -> tuple[Tensor, ...]:
+    """Rows `index` in `count` parts (default: of the batch size), like lengths together."""
+    count = count or -(-len(index) // args.per_device_train_batch_size)
+    lengths = batch.attention[index].sum(1)
+    return index[lengths.argsort(stable=True)].tensor_split(count)
+
+
 def training_forward(run: Run, micro: Batch) -> Tensor:
     """Log-probs [B, T] in training mode. LoRA's dropout is seeded by the rows, so that a second
     pass over them, or a resumed run, drops the same."""
@@ -608,8 +632,8 @@ def score(run: Run, batch: Batch, one_update: bool) -> dict[str, float]:
     """
     args, device, base = run.args, run.accelerator.device, None
     seconds, extra = {"seconds_score": 0.0, "seconds_credit": 0.0}, {}
-    everything = torch.arange(len(batch.rows), device=device)
-    for index in everything.split(args.per_device_train_batch_size):
+    parts = [micro_batches(args, batch, rows) for rows in update_rows(args, batch)]
+    for index in [index for part in parts for index in part]:
         micro, began = batch.select(index), clock(device)
         inputs = (micro.ids, micro.attention, micro.prompt_width)
         run.policy.eval()
@@ -643,7 +667,13 @@ def update(run: Run, batch: Batch, index: Tensor, one_update: bool) -> dict[str,
     counts = torch.stack([torch.ones_like(index).sum(), batch.loss_mask[index].sum()]).float()
     completions, tokens = accelerator.reduce(counts, "sum").tolist()
     totals = torch.zeros(3, device=index.device)
-    parts = index.split(args.per_device_train_batch_size)
+    parts = micro_batches(args, batch, index)
+    if args.beta == 0 and (one_update or args.lora_dropout == 0):  # else dropout would differ
+        # Rows of advantage 0 have no gradient; a few stay where a process has too few others.
+        matters = batch.advantages[index] != 0
+        useful = index[matters.argsort(descending=True, stable=True)]
+        useful = useful[: max(len(parts), int(matters.sum()))]
+        parts = micro_batches(args, batch, useful, len(parts))
     for i, part in enumerate(parts):
         micro = batch.select(part)
         scale = token_scale(args, micro.loss_mask, completions, tokens)
@@ -719,7 +749,7 @@ def load_data(args: Args):
     except DataError as error:
         fail(error)
     if tokenizer.eos_token_id is None:
-        fail("the tokenizer has no EOS token, so no completion would end: set eos_token in its files")
+        fail("the tokenizer has no EOS token, so no completion ends: set eos_token in its files")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths
     style = (args.system_prompt, json.loads(args.chat_template_kwargs))
@@ -732,6 +762,37 @@ def load_data(args: Args):
             f"context of {context}: set it to {context - longest} or less"
         )
     return tokenizer, (sets[0], prompts[0]), (sets[1], prompts[1])
+
+
+def load_dense(args: Args, device: torch.device) -> torch.nn.Module | None:
+    """A dense copy of the base for rollouts, None where they go through the adapter."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    where = {"revision": args.model_revision, "dtype": dtype, "device_map": {"": device}}
+    if args.rollout_weights == "auto":
+        free = psutil.virtual_memory().available
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(args.model_name_or_path)
+            size = AutoModelForCausalLM.from_config(config, dtype=dtype).get_memory_footprint()
+        args.rollout_weights = "merged" if 3 * size < free else "adapter"  # room for the KV cache
+    if args.rollout_weights == "adapter":
+        return None
+    return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **where).eval()
+
+
+@torch.no_grad()
+def merge(model: torch.nn.Module, dense: torch.nn.Module) -> None:
+    """Writes dequantised base + LoRA into the dense copy, in its own buffers: a CUDA graph or a
+    compiled module made on them stays valid."""
+    for name, layer in model.get_base_model().named_modules():
+        adapted, weight = hasattr(layer, "get_delta_weight"), getattr(layer, "weight", None)
+        if not adapted and (name.endswith(".base_layer") or not hasattr(weight, "quant_state")):
+            continue
+        merged = dequantize_bnb_weight(weight) if hasattr(weight, "quant_state") else weight
+        if adapted:
+            merged = merged + layer.get_delta_weight("default")
+        dense.get_submodule(name).weight.copy_(merged)
 
 
 def load_policy(args: Args, device: torch.device) -> torch.nn.Module:
@@ -800,9 +861,8 @@ def train(run: Run, train_set, held_out, log: RunLog, bar) -> list[dict]:
                 f"step {step + 1}: every group has equal rewards (all {metrics['reward']:.2f}): "
                 "advantages, loss and gradient are 0; the problems are too easy or too hard"
             )
-        rows = torch.arange(len(batch.rows), device=device)
-        parts = rows.split(args.per_device_train_batch_size * args.gradient_accumulation_steps)
-        for index in (parts * args.num_iterations)[: args.max_steps - step]:
+        rows = update_rows(args, batch) * args.num_iterations
+        for index in rows[: args.max_steps - step]:
             step += 1
             row = {"step": step} | metrics | update(run, batch, index, one_update)
             log.write(row | {"peak_memory_gb": peak_memory_gb(device)})
@@ -819,6 +879,29 @@ def train(run: Run, train_set, held_out, log: RunLog, bar) -> list[dict]:
     return groups
 
 
+def build_run(args: Args, tokenizer, grader: Grader) -> Run:
+    """Policy, optimiser and schedule, as Accelerate prepares them."""
+    accelerator = Accelerator(
+        mixed_precision="bf16" if torch.cuda.is_available() else "no",
+        log_with=None if args.report_to == "none" else args.report_to,
+        project_dir=args.output_dir,
+    )
+    config = {name: str(value) for name, value in vars(args).items()}
+    accelerator.init_trackers(SCRIPT.stem, config=config)
+    model = load_policy(args, accelerator.device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay)
+    steps = (args.warmup_steps, max(1, args.max_steps))
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, *steps)
+    policy, optimizer = accelerator.prepare(Policy(model, args.temperature), optimizer)
+    eos = model.generation_config.eos_token_id  # all else in the generation config is ignored
+    eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    eos_ids = torch.tensor(sorted(eos), device=accelerator.device)
+    dense = load_dense(args, accelerator.device)
+    state = (model, optimizer, scheduler, tokenizer, eos_ids, grader, dense)
+    return Run(args, accelerator, policy, *state)
+
+
 def main() -> None:
     started, args = time.time(), parse_args()
     transformers_logging.set_verbosity_error()
@@ -826,37 +909,20 @@ def main() -> None:
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # peft asks transformers
     use_every_core()
     tokenizer, train_set, held_out = load_data(args)
-    accelerator = Accelerator(
-        mixed_precision="bf16" if torch.cuda.is_available() else "no",
-        log_with=None if args.report_to == "none" else args.report_to,
-        project_dir=args.output_dir,
-    )
-    config = dataclasses.asdict(args)
-    accelerator.init_trackers(SCRIPT.stem, config={k: str(v) for k, v in config.items()})
-    model = load_policy(args, accelerator.device)
-    policy = Policy(model, args.temperature)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay)
-    schedule = (args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps))
-    scheduler = get_scheduler(*schedule)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
-    eos = model.generation_config.eos_token_id  # all else in the generation config is ignored
-    eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    eos_ids = torch.tensor(sorted(eos), device=accelerator.device)
-    main_process = accelerator.is_main_process
     with Grader() as grader, tqdm(total=args.max_steps, unit="step", dynamic_ncols=True) as bar:
-        run = Run(args, accelerator, policy, model, optimizer, scheduler, tokenizer, eos_ids, grader)
-        log = RunLog(args.output_dir if main_process else None, config)
+        run = build_run(args, tokenizer, grader)
+        is_main, config = run.accelerator.is_main_process, dataclasses.asdict(args)
+        log = RunLog(args.output_dir if is_main else None, config)
         before = after = evaluate_and_log(run, 0, held_out, log, bar)
         groups = train(run, train_set, held_out, log, bar)
         if args.max_steps:
             after = evaluate_and_log(run, args.max_steps, held_out, log, bar)
-    if main_process:
+    if is_main:
         summary = {"before": before, "after": after, "seconds": round(time.time() - started, 1)}
-        model.save_pretrained(Path(args.output_dir) / "adapter")
+        run.model.save_pretrained(Path(args.output_dir) / "adapter")
         title = f"{SCRIPT.stem} --credit {args.credit}, seed {args.seed}"
         print(write_report(args.output_dir, title, config, log.rows, groups, summary))
-    accelerator.end_training()
+    run.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import functools
 import hashlib
+import itertools
+import os
 import random
 import re
 from collections.abc import Sequence
@@ -52,7 +54,7 @@ class Chain(NamedTuple):
         return f"Start with {self.start}, " + ", ".join(o.phrase() for o in self.operations) + "."
 
     def is_held_out(self) -> bool:
-        """One chain in ten, decided by a hash of the chain itself: no list can make sets overlap."""
+        """One chain in ten, by a hash of the chain itself: no list could make the sets overlap."""
         digest = hashlib.blake2b(self.prompt().encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big") % 10 == 0
 
@@ -78,34 +80,45 @@ def chain_problems(count: int, held_out: bool, seed: int = 0) -> list[Problem]:
     return [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
 
 
-_NUMBER = re.compile("[0-9]+")
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+_SENTENCE_END = re.compile(r"\.(?![0-9])")
 
 
 def stated_results(text: str, num_steps: int) -> list[tuple[int, int]]:
     """Character span of the result that each step states: the last number of its sentence.
 
-    The first sentence states the start, the next `num_steps` one step each. A step that is not
-    there has an empty span.
+    The first sentence states the start, the next `num_steps` one step each. A sentence without a
+    number has an empty span at its end, a step that is not there one at the end of the text.
     """
     spans, begin = [], 0
-    sentences = text.split(".", num_steps + 1)[: num_steps + 1]
-    for sentence in sentences:
-        numbers = [m.span() for m in _NUMBER.finditer(text, begin, begin + len(sentence))]
-        spans.append(numbers[-1] if numbers else (begin, begin))
-        begin = min(begin + len(sentence) + 1, len(text))
-    return spans[1:] + [(begin, begin)] * (num_steps + 1 - len(sentences))
+    stops = [m.start() for m in itertools.islice(_SENTENCE_END.finditer(text), num_steps + 1)]
+    for stop in (stops + [len(text)] * (num_steps + 1))[: num_steps + 1]:
+        numbers = [m.span() for m in _NUMBER.finditer(text, begin, stop)]
+        spans.append(numbers[-1] if numbers else (stop, stop))
+        begin = min(stop + 1, len(text))
+    return spans[1:]
+
+
+def boxed_span(text: str) -> tuple[int, int]:
+    """Where the content of the box that the grader reads stands; at the end of text without one."""
+    content = last_boxed(text)
+    if content is None:
+        return len(text), len(text)
+    begins, closed = [m.end() for m in re.finditer(r"\\boxed\s*\{", text)], content + "}"
+    begin = max(begin for begin in begins if text.startswith(closed, begin))
+    return begin, begin + len(content)
 
 
 def first_error(text: str, problem: Problem) -> int | None:
-    """Character at which a chain first goes wrong, None if every step and the answer are right."""
-    boxed = [m.span(1) for m in re.finditer(r"\\boxed\{([0-9]*)\}", text)]
-    claims = stated_results(text, len(problem.steps)) + (boxed[-1:] or [(len(text), len(text))])
+    """Character at which a chain first goes wrong, None if every step and the answer are right.
+
+    It is the first one that differs from the right result, `len(text)` if what is wrong is that
+    the text ends.
+    """
+    claims = [*stated_results(text, len(problem.steps)), boxed_span(text)]
     for (begin, end), right in zip(claims, [*map(str, problem.steps), problem.answer], strict=True):
         if text[begin:end] != right:
-            same = 0
-            while begin + same < end - 1 and text[begin + same] == right[same : same + 1]:
-                same += 1
-            return begin + same
+            return begin + len(os.path.commonprefix([text[begin:end], right]))
     return None
 
 
@@ -116,15 +129,16 @@ def token_roles(pieces: Sequence[str], problem: Problem) -> list[str]:
         pieces: the text of each token, whose concatenation is the completion.
     Returns:
         one of "decisive" (a digit of a step's stated result), "first_wrong" (the token at which the
-        solution first goes wrong; at most one) and "" for each token.
+        solution first goes wrong, the last one if it ends too early; at most one) and "" for each.
     """
     text = "".join(pieces)
     spans, error = stated_results(text, len(problem.steps)), first_error(text, problem)
+    error = -1 if error is None else min(error, len(text) - 1)
     roles, begin = [], 0
     for piece in pieces:
         end = begin + len(piece)
-        decisive = any(begin < span_end and span_begin < end for span_begin, span_end in spans)
-        wrong = error is not None and begin <= error < end
+        decisive = any(max(begin, first) < min(end, last) for first, last in spans)
+        wrong = begin <= error < end
         roles.append("first_wrong" if wrong else "decisive" if decisive else "")
         begin = end
     return roles
@@ -154,36 +168,41 @@ def final_answer(text: str) -> str | None:
 
 def pick_column(present: Sequence[str], named: str | None, known: Sequence[str], flag: str) -> str:
     """The column named by a flag, or the first known one that is there."""
-    wanted = [named] if named else [c for c in known if c in present]
-    if not wanted or wanted[0] not in present:
-        raise DataError(
-            f"no {named or ' | '.join(known)} column among {', '.join(present)}: name it with --{flag}"
-        )
-    return wanted[0]
+    found = [column for column in ([named] if named else known) if column in present]
+    if not found:
+        wanted, there = named or " | ".join(known), ", ".join(present)
+        raise DataError(f"no {wanted} column among {there}: name it with --{flag}")
+    return found[0]
 
 
 def read_split(name: str, config: str | None, split: str) -> list[dict]:
     """Rows of one split of a Hub data set or of a local .jsonl, .json or .parquet file."""
+    path, kind = Path(name), FILE_KINDS.get(Path(name).suffix)
+    if kind and not path.is_file():
+        raise DataError(f"there is no file {name}: check the path")
+    if kind and not path.read_bytes().strip():
+        raise DataError(f"{name} is empty: give a file with problems in it")
     import datasets  # costs a second, and the embedded task does without
 
     datasets.disable_progress_bars()
-    path = Path(name)
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the sentence below says it all
     try:
-        if path.suffix in FILE_KINDS:
-            if not path.is_file():
-                raise DataError(f"there is no file {name}: check --dataset_name")
-            if path.stat().st_size == 0:
-                raise DataError(f"{name} is empty: give --dataset_name a file with problems in it")
-            kind = FILE_KINDS[path.suffix]
-            rows = datasets.load_dataset(kind, data_files=str(path), split="train")
-        else:
-            rows = datasets.load_dataset(name, config or KNOWN_CONFIGS.get(name), split=split)
-    except DataError:
-        raise
+        if kind:
+            return datasets.load_dataset(kind, data_files=name, split="train").to_list()
+        config = config or KNOWN_CONFIGS.get(name)
+        return datasets.load_dataset(name, config, split=split).to_list()
     except Exception as error:  # the library raises a dozen kinds, the network a dozen more
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"cannot read split {split!r} of --dataset_name {name}: {reason}") from error
-    return rows.to_list()
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        check = "the file" if kind else "the name, --dataset_config and the --dataset_*_split flags"
+        what = name if kind else f"split {split!r} of {name}"
+        raise DataError(f"cannot read {what}, check {check}: {reason}") from error
+
+
+def _are_messages(prompt: object) -> bool:
+    return isinstance(prompt, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in prompt
+    )
 
 
 def parse_rows(
@@ -191,17 +210,27 @@ def parse_rows(
 ) -> list[Problem]:
     """Problems of a table; rows whose solution states no final answer are left out."""
     if not rows:
-        raise DataError(f"{name} has no rows: give --dataset_name a set with problems in it")
+        raise DataError(f"{name} has no rows: give a set with problems in it")
     prompt_key = pick_column(list(rows[0]), prompt_column, PROMPT_COLUMNS, "prompt_column")
     answer_key = pick_column(list(rows[0]), answer_column, ANSWER_COLUMNS, "answer_column")
     problems = []
     for row in rows:
         prompt, text = row[prompt_key], str(row[answer_key] if row[answer_key] is not None else "")
-        answer = final_answer(text) or (None if answer_key == "solution" else text.strip())
+        answer = final_answer(text)
+        if answer is None and answer_key != "solution":
+            answer = text.strip()
         if prompt and answer:
             problems.append(Problem(prompt, answer))
     if not problems:
-        raise DataError(f"no row of {name} has a prompt and a final answer in {answer_key!r}")
+        raise DataError(
+            f"no row of {name} has a prompt in {prompt_key} and a final answer in {answer_key}: "
+            "name others with --prompt_column and --answer_column"
+        )
+    if not all(isinstance(p.prompt, str) or _are_messages(p.prompt) for p in problems):
+        raise DataError(
+            f"{prompt_key} of {name} must hold texts or lists of messages with role and content: "
+            "name another column with --prompt_column"
+        )
     return problems
 
 
@@ -241,7 +270,7 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
     unseen = {str(problem.prompt) for problem in held_out}
     train = [problem for problem in train if str(problem.prompt) not in unseen]
     if not train:
-        raise DataError(f"{name} has no problem left to train on beside the held-out ones: add rows")
+        raise DataError(f"{name} has no problem left to train on beside those held out: add rows")
     return train, held_out
 
 
@@ -259,18 +288,28 @@ def _epoch_order(epoch: int, count: int, seed: int) -> list[int]:
 
 
 def encode_prompt(
-    tokenizer, prompt: str | list, system_prompt: str | None = None, template_kwargs: dict | None = None
+    tokenizer,
+    prompt: str | list,
+    system_prompt: str | None = None,
+    template_kwargs: dict | None = None,
 ) -> list[int]:
     """Token ids of a prompt: by the chat template, or as plain text where a tokenizer has none.
 
     A template writes its own BOS, so none is added to its text; plain text gets the tokenizer's.
+
+    Raises:
+        DataError: the template refuses the messages, as some do a system message.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt:
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **(template_kwargs or {})
-        )
-        return tokenizer(text, add_special_tokens=False).input_ids
-    return tokenizer("\n\n".join(m["content"] for m in messages) + "\n").input_ids
+    if not tokenizer.chat_template:
+        return tokenizer("\n\n".join(m["content"] for m in messages) + "\n").input_ids
+    how = {"add_generation_prompt": True, "tokenize": False} | (template_kwargs or {})
+    try:
+        text = tokenizer.apply_chat_template(messages, **how)
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise DataError(
+            f"the chat template fails, check --system_prompt and --chat_template_kwargs: {error}"
+        ) from error
+    return tokenizer(text, add_special_tokens=False).input_ids

@@ -1,0 +1,591 @@
+"""The trainer: sampling, log-probs, masks, normalisers, the loss. PITFALLS are in the docstrings."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, TINY, random_batch, randomise_adapter
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GenerationConfig
+from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+
+import grpo_arca as trainer
+
+FULL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+def prompts_of(run, count=4):
+    texts = ["Start with 5, add 7, double it, subtract 3.", "Start with 40, subtract 12.", "Hello"]
+    return [run.tokenizer(texts[i % 3] + " " * (i % 2)).input_ids for i in range(count)]
+
+
+# ------------------------------------------------------------------------------------ sampling
+def test_sample_tokens_follows_the_distribution():
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
+    grid = (torch.arange(20000) + 0.5) / 20000
+    token, logp = trainer.sample_tokens(logits.expand(20000, 4), grid, temperature=0.7)
+    expected = (logits[0] / 0.7).softmax(0)
+    assert torch.allclose(token.bincount(minlength=4) / 20000, expected, atol=1e-3)
+    assert torch.allclose(logp, expected.log()[token], atol=1e-6)
+
+
+def test_sample_tokens_never_picks_the_impossible():
+    """Rounding in the cumulative sum must not let u near 0 or 1 pick a token of probability 0."""
+    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0))
+    logits[:, 0] = logits[:, -200:] = -torch.inf
+    for u in (0.0, 1 - 2**-24):
+        token, logp = trainer.sample_tokens(logits, torch.full((64,), u))
+        assert (token > 0).all() and (token < 4800).all() and logp.isfinite().all()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.8), (7, 0.6), (1, 1.0), (0, 1e-6)])
+def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p):
+    logits = 2 * torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    warped = logits / 0.9
+    warped = TopKLogitsWarper(top_k)(None, warped) if top_k else warped
+    warped = TopPLogitsWarper(top_p)(None, warped) if top_p < 1 else warped
+    grid = (torch.arange(8000) + 0.5) / 8000
+    for row in range(3):
+        rows = logits[row].expand(8000, 50)
+        token, logp = trainer.sample_tokens(rows, grid, 0.9, top_k, top_p)
+        frequency = token.bincount(minlength=50) / 8000
+        assert torch.allclose(frequency, warped[row].softmax(0), atol=2e-3)
+        assert torch.allclose(logp, (logits[row] / 0.9).log_softmax(0)[token], atol=1e-5)
+
+
+@pytest.mark.parametrize("rollout_weights", ["merged", "adapter"])
+def test_greedy_generation_equals_transformers(make_run, rollout_weights):
+    """The decode loop over the static cache against `generate`, prompts of different lengths."""
+    run = make_run(rollout_weights=rollout_weights)
+    prompts = prompts_of(run)
+    u = torch.zeros(len(prompts), 24)
+    run.policy.eval()
+    out = run.sample(prompts, u, temperature=0)
+    for row, prompt in enumerate(prompts):
+        expected = run.model.generate(
+            input_ids=torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=2
+        )[0, len(prompt) :]
+        ours = out.ids[row, out.prompt_width :][out.attention[row, out.prompt_width :]]
+        assert torch.equal(ours, expected)
+        assert out.stopped[row] == (ours[-1] == 2)
+
+
+@pytest.mark.parametrize("rollout_weights", ["merged", "adapter"])
+def test_samples_are_a_function_of_the_row_and_logps_are_recomputed(make_run, rollout_weights):
+    """Rows sampled together, alone, or in another order are the same; PITFALLS 12: and the
+    log-probs that the decode loop saw are those of the training forward."""
+    run = make_run(temperature=0.8, rollout_weights=rollout_weights)
+    prompts, rows = prompts_of(run, 8), torch.arange(8)
+    u = trainer.row_uniforms(run.args, "rollout", 3, rows, 24)
+    run.policy.eval()
+    sampling = FULL | {"temperature": 0.8}
+    whole = run.sample(prompts, u, **sampling)
+    texts = whole.texts(run.tokenizer)
+    assert len(set(texts)) > 4
+    for i in (0, 5):
+        assert run.sample([prompts[i]], u[i : i + 1], **sampling).texts(run.tokenizer) == [texts[i]]
+    back = run.sample(prompts[::-1], u.flip(0), **sampling).texts(run.tokenizer)
+    assert back == texts[::-1]
+    with torch.no_grad():
+        stats = run.policy(whole.ids, whole.attention, whole.prompt_width)
+    mask = whole.attention[:, whole.prompt_width :]
+    assert (stats.logp - whole.logp)[mask].abs().max() < 1e-4
+    assert torch.equal(u[2:4], trainer.row_uniforms(run.args, "rollout", 3, rows[2:4], 24))
+    assert not torch.equal(u, trainer.row_uniforms(run.args, "rollout", 4, rows, 24))
+    assert len({tuple(row.tolist()) for row in u}) == 8  # a stream of its own for each row
+
+
+def test_generation_config_gives_eos_ids_and_nothing_else(make_run, tmp_path):
+    """PITFALLS 2: a model's top_k=1 and repetition penalty must not shape the samples."""
+    AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((ROOT / "common/tiny_policy" / name).read_bytes())
+    poison = GenerationConfig(top_k=1, repetition_penalty=1.3, do_sample=True, eos_token_id=[2, 1])
+    poison.save_pretrained(tmp_path)
+    runs = [make_run(model=model) for model in (TINY, str(tmp_path))]
+    u = torch.rand(6, 24, generator=torch.Generator().manual_seed(0))
+    clean, poisoned = [r.policy.eval() and r.sample(prompts_of(r)[:1] * 6, u, **FULL) for r in runs]
+    assert torch.equal(clean.ids, poisoned.ids)
+    assert len(set(poisoned.texts(runs[1].tokenizer))) == 6
+    assert runs[1].eos_ids.tolist() == [1, 2]
+
+
+def test_merged_weights_follow_the_adapter(make_run):
+    """The dense copy is written anew for each rollout, into the same buffers; and where only some
+    layers have an adapter, the others' copies are still the quantised base."""
+    run = make_run(rollout_weights="merged", lora_target_modules="q_proj")
+    u = torch.rand(4, 24, generator=torch.Generator().manual_seed(0))
+    buffers = {name: p.data_ptr() for name, p in run.dense.named_parameters()}
+    for scale in (0.05, 0.5):
+        randomise_adapter(run.model, scale)
+        merged = run.sample(prompts_of(run), u, **FULL)
+        adapter = run._replace(dense=None).sample(prompts_of(run), u, **FULL)
+        assert torch.equal(merged.ids, adapter.ids)
+        assert (merged.logp - adapter.logp).abs().max() < 1e-4
+    assert buffers == {name: p.data_ptr() for name, p in run.dense.named_parameters()}
+
+
+class Scripted(torch.nn.Module):
+    """A model whose logits make row r say script[r], one token after the other."""
+
+    def __init__(self, script: torch.Tensor, real):
+        super().__init__()
+        self.script, self.calls, self.config, self.dtype = script, 0, real.config, torch.float32
+
+    def forward(self, input_ids, **_):
+        logits = torch.full((len(self.script), 1, 448), -1e4)
+        logits.scatter_(2, self.script[:, self.calls, None, None], 0.0)
+        self.calls += 1
+        return SimpleNamespace(logits=logits)
+
+
+def test_masks_come_from_lengths_and_every_eos_ends(make_run):
+    """PITFALLS 3 and 4: pad = eos, several EOS ids, a row that never ends."""
+    run = make_run()
+    script = torch.tensor([[5, 2, 9, 9], [7, 7, 0, 9], [2, 9, 9, 9], [5, 6, 7, 8]])
+    model = Scripted(script, run.model.get_base_model())
+    out = trainer.generate(model, [[4, 4]] * 4, torch.rand(4, 4), torch.tensor([0, 2]), 2, **FULL)
+    assert out.attention[:, 2:].int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1] * 4]
+    assert out.stopped.tolist() == [True, True, True, False]
+    assert out.ids[0, 2:].tolist() == [5, 2, 2, 2]  # padding is the pad id, here an EOS id
+
+
+def test_the_stop_token_is_trained(make_run):
+    """PITFALLS 3: the first stop token has mask 1 and a gradient, though it is the pad token."""
+    run = make_run()
+    run.tokenizer.pad_token = run.tokenizer.eos_token
+    batch = random_batch()
+    batch.ids = torch.where(batch.attention, batch.ids, run.tokenizer.pad_token_id)
+    ends = batch.mask.sum(1) - 1
+    batch.ids[torch.arange(8), batch.prompt_width + ends] = run.tokenizer.pad_token_id
+    logp = batch.logp.clone().requires_grad_()
+    scale = trainer.token_scale(run.args, batch.loss_mask, 8, 1)
+    trainer.policy_loss(run.args, batch, logp, batch.logp, scale)[0].backward()
+    assert (logp.grad[torch.arange(8), ends] != 0).all()
+    assert (logp.grad[~batch.mask] == 0).all()
+
+
+def test_rollouts_use_the_cache_with_gradient_checkpointing(make_run):
+    """PITFALLS 10: one token a step also when training recomputes; and the same gradients."""
+    gradients, widths = [], []
+    for checkpointing in (False, True):
+        run = make_run(gradient_checkpointing=checkpointing, rollout_weights="adapter")
+        seen = []
+        run.model.get_base_model().model.embed_tokens.register_forward_hook(
+            lambda module, inputs, output, seen=seen: seen.append(inputs[0].shape[1])
+        )
+        run.policy.train()
+        run.policy.eval()
+        run.sample(prompts_of(run), torch.rand(4, 24), **FULL)
+        widths.append(seen[1:])
+        batch = random_batch()
+        trainer.training_forward(run, batch)[batch.mask].sum().backward()
+        gradients.append([p.grad.clone() for p in run.model.parameters() if p.grad is not None])
+    assert set(widths[0] + widths[1]) == {1}
+    assert len(gradients[0]) == len(gradients[1]) > 10
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.allclose(plain, recomputed, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------- log-probs
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_log_probs_entropies_and_hidden_states(make_run, temperature):
+    """PITFALLS 1: trained log-probs are log_softmax(logits / T); and hidden state t is the one
+    whose logits predict token t."""
+    run = make_run(temperature=temperature)
+    batch = random_batch()
+    base, width = run.model.get_base_model(), batch.prompt_width
+    run.policy.eval()
+    with torch.no_grad():
+        for row in range(len(batch.rows)):
+            ids = batch.ids[row][batch.attention[row]][None]  # unpadded
+            length = int(batch.mask[row].sum())
+            out = base(input_ids=ids, output_hidden_states=True)
+            logp = (out.logits[0, -length - 1 : -1] / temperature).log_softmax(-1)
+            target = ids[0, -length:]
+            stats = run.policy(batch.ids, batch.attention, width)
+            assert torch.allclose(stats.logp[row, :length], logp.gather(1, target[:, None])[:, 0], atol=1e-4)
+            assert torch.allclose(stats.entropy[row, :length], -(logp.exp() * logp).sum(1), atol=1e-4)
+            hidden = out.hidden_states[-1][0, -length - 1 : -1]
+            assert torch.allclose(stats.hidden[row, :length], hidden, atol=1e-4)
+
+
+def test_padding_with_learned_positions():
+    """PITFALLS 5: RoPE hides wrong position ids, GPT-2's learned positions do not."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=448, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    model = GPT2LMHeadModel(config).eval()
+    wrapped = torch.nn.Module()
+    wrapped.get_base_model = lambda: model
+    policy = trainer.Policy(wrapped, 1.0)
+    batch = random_batch()
+    with torch.no_grad():
+        padded = policy(batch.ids, batch.attention, batch.prompt_width).logp
+        for row in range(len(batch.rows)):
+            ids, length = batch.ids[row][batch.attention[row]], int(batch.mask[row].sum())
+            alone = policy(ids[None], torch.ones(1, len(ids), dtype=torch.bool), len(ids) - length)
+            assert torch.allclose(padded[row, :length], alone.logp[0], atol=1e-5)
+    prompts = [[5, 6, 7, 8, 9], [5, 6], [11]]
+    u = torch.rand(3, 20, generator=torch.Generator().manual_seed(1))
+    together = trainer.generate(model, prompts, u, torch.tensor([0]), 0, **FULL)
+    for row, prompt in enumerate(prompts):
+        alone = trainer.generate(model, [prompt], u[row : row + 1], torch.tensor([0]), 0, **FULL)
+        real = together.attention[row, together.prompt_width :]
+        assert torch.equal(together.ids[row, together.prompt_width :][real], alone.ids[0, len(prompt) :])
+
+
+def test_gradients_are_the_same_before_and_after_a_rollout(make_run):
+    """PITFALLS 13: bitsandbytes repacks 4-bit weights in a no-grad eval forward on some CPUs, and
+    training would go on with wrong gradients. The flag that stops it must be off everywhere."""
+    run = make_run()
+    batch = random_batch()
+
+    def gradients():
+        run.optimizer.zero_grad()
+        trainer.training_forward(run, batch)[batch.mask].sum().backward()
+        return [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
+
+    before = gradients()
+    run.policy.eval()
+    run.sample(prompts_of(run), torch.rand(4, 24), **FULL)
+    for old, new in zip(before, gradients(), strict=True):
+        assert torch.equal(old, new)
+    flags = [getattr(m, "support_avx512bf16_for_cpu", None) for m in run.model.modules()]
+    assert flags.count(False) == 28 and True not in flags
+
+
+def test_the_base_is_nf4_and_only_the_adapter_trains(make_run):
+    run = make_run()
+    trained = [n for n, p in run.model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    weights = {id(w): w for m in run.model.modules() if (w := getattr(m, "weight", None)) is not None}
+    states = [w.quant_state for w in weights.values() if hasattr(w, "quant_state")]
+    assert len(states) == 28 and all(s.quant_type == "nf4" and s.nested for s in states)
+
+
+# ------------------------------------------------------------------------- advantages and loss
+def test_group_advantages_by_hand():
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1], [0.1, 0.1, 0.1, 0.1], [1, 1, 0, 0]])
+    group = trainer.group_advantages(rewards, "group")
+    std = math.sqrt((0.75**2 + 3 * 0.25**2) / 3)
+    assert torch.allclose(group[0], torch.tensor([0.75, -0.25, -0.25, -0.25]) / (std + 1e-4))
+    assert (group[1:3] == 0).all()  # PITFALLS 9: exactly, also where the mean is inexact
+    assert torch.allclose(trainer.group_advantages(rewards, "none")[3], torch.tensor([0.5, 0.5, -0.5, -0.5]))
+    batch = trainer.group_advantages(rewards, "batch")
+    assert torch.allclose(batch[0], torch.tensor([0.75, -0.25, -0.25, -0.25]) / (rewards.std() + 1e-4))
+
+
+def loss_and_gradient(args, batch, logp, old_logp, completions=None, tokens=None):
+    leaf = logp.clone().requires_grad_()
+    counts = (completions or len(batch.rows), tokens or float(batch.loss_mask.sum()))
+    scale = trainer.token_scale(args, batch.loss_mask, *counts)
+    loss, clipped = trainer.policy_loss(args, batch, leaf, old_logp, scale)
+    loss.backward()
+    return loss.item(), leaf.grad, clipped
+
+
+def flags(**values):
+    argv = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return trainer.parse_args(argv)
+
+
+def trl_loss(batch, logp, old_logp, loss_type, beta=0.0, advantages=None):
+    """TRL's own GRPOTrainer._compute_loss on given log-probs."""
+    grpo = pytest.importorskip("trl").GRPOTrainer
+    leaf = logp.clone().requires_grad_()
+    config = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+    one = lambda x, **_: x  # noqa: E731
+    accelerator = SimpleNamespace(num_processes=1, gather=one, reduce=one)
+    metrics = {m: __import__("collections").defaultdict(list) for m in ("train", "eval")}
+    stub = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, torch.zeros_like(leaf), None),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        importance_sampling_level="token", beta=beta, args=config, loss_type=loss_type,
+        epsilon_low=0.2, epsilon_high=0.2, use_vllm=False, accelerator=accelerator,
+        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1,
+        max_completion_length=80, _metrics=metrics, _entropy_bonus_enabled=False,
+        loss_weight=None, use_liger_kernel=False,
+    )  # fmt: skip
+    width, mask = batch.prompt_width, batch.loss_mask.long()
+    inputs = {
+        "prompt_ids": batch.ids[:, :width], "prompt_mask": batch.attention[:, :width].long(),
+        "completion_ids": batch.ids[:, width:], "completion_mask": mask,
+        "advantages": batch.advantages if advantages is None else advantages,
+        "old_per_token_logps": old_logp, "ref_per_token_logps": batch.base_logp,
+        "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    loss = grpo._compute_loss(stub, None, inputs)
+    loss.backward()
+    return loss.item(), leaf.grad
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_loss_and_gradient_equal_trl(loss_type, beta, weighted):
+    """On the same tensors, off policy (ratios around and beyond the clip), ragged lengths. With
+    credit: TRL takes advantages [B, T], so its loss checks the weighted one too."""
+    batch, args = random_batch(rows=16), flags(loss_type=loss_type, beta=beta)
+    noise = torch.randn(batch.logp.shape, generator=torch.Generator().manual_seed(5))
+    logp = torch.where(batch.mask, batch.logp + 0.3 * noise, 0.0)
+    if weighted:
+        batch.credit = trainer.normalise(batch.scores, batch.mask, 1.0)
+    advantages = batch.advantages[:, None] * batch.credit if weighted else None
+    ours = loss_and_gradient(args, batch, logp, batch.logp)
+    theirs = trl_loss(batch, logp, batch.logp, loss_type, beta, advantages)
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
+    assert torch.allclose(ours[1], theirs[1], atol=1e-7)
+    assert 0 < ours[2].sum() < batch.mask.sum()  # some tokens are clipped
+
+
+def test_policy_gradient_on_a_model_of_two_tokens():
+    """One token, two actions, logits (x, 0): grad of -A log pi(a) in x is -A (1[a=0] - p0)."""
+    x = torch.tensor(0.3, requires_grad=True)
+    logits = torch.stack([x, torch.zeros(())])
+    actions, advantages = torch.tensor([0, 0, 1, 0]), torch.tensor([1.0, -0.5, 2.0, 0.0])
+    logp = logits.log_softmax(0)[actions][:, None]  # [4, 1]
+    batch = random_batch(rows=4, length=1)
+    batch.advantages = advantages
+    args = flags()
+    scale = trainer.token_scale(args, batch.loss_mask, 4, 4)
+    trainer.policy_loss(args, batch, logp, logp.detach(), scale)[0].backward()
+    p0 = math.exp(0.3) / (math.exp(0.3) + 1)
+    expected = -(1.0 * (1 - p0) - 0.5 * (1 - p0) + 2.0 * (0 - p0) + 0.0) / 4
+    assert x.grad.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_uniform_is_plain_grpo_bit_for_bit(make_run):
+    batch = random_batch()
+    run = make_run(credit="uniform")
+    batch.scores = torch.ones_like(batch.logp)
+    trainer.assign_credit(run, batch)
+    assert torch.equal(batch.weights, batch.mask.float())
+    logp = batch.logp + 0.3 * torch.randn(batch.logp.shape, generator=torch.Generator().manual_seed(2))
+    loss, gradient, _ = loss_and_gradient(run.args, batch, logp, batch.logp)
+    leaf = logp.clone().requires_grad_()
+    ratio = torch.where(batch.mask, leaf - batch.logp, 0.0).exp()
+    a = batch.advantages[:, None]
+    plain = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    plain = (plain * (batch.mask / batch.mask.sum(1, keepdim=True) / 8)).sum()
+    plain.backward()
+    assert loss == plain.item() and torch.equal(gradient, leaf.grad)
+
+
+def test_no_split_changes_the_loss():
+    """PITFALLS 7: normalisers are those of the whole update, not of a micro-batch."""
+    for loss_type in ("grpo", "dapo", "dr_grpo"):
+        batch, args = random_batch(), flags(loss_type=loss_type)
+        logp = batch.logp + 0.1
+        tokens = float(batch.loss_mask.sum())
+        whole, gradient, _ = loss_and_gradient(args, batch, logp, batch.logp)
+        parts = torch.zeros_like(gradient)
+        total = 0.0
+        for index in torch.arange(8).split(3):
+            micro = batch.select(index)
+            width = micro.mask.shape[1]
+            loss, g, _ = loss_and_gradient(args, micro, logp[index, :width], micro.logp, 8, tokens)
+            parts[index, :width] += g
+            total += loss
+        assert total == pytest.approx(whole, abs=1e-6)
+        assert torch.allclose(parts, gradient, atol=1e-7)
+
+
+def test_truncated_completions_follow_the_flag(make_run):
+    """PITFALLS 4: left out of the loss when asked; an all-truncated batch gives a finite loss."""
+    run = make_run(mask_truncated_completions=True, num_generations=4)
+    prompts = prompts_of(run)
+    problems = [trainer.Problem("x", "1")] * 4
+    batch, _, _ = trainer.collect(run, 0, problems, [p for p in prompts])
+    assert (batch.loss_mask.any(1) == ~batch.truncated).all()
+    batch.truncated[:], batch.loss_mask = True, torch.zeros_like(batch.mask)
+    for loss_type in ("grpo", "dapo", "dr_grpo"):
+        run.args.loss_type = loss_type
+        batch.credit, logp = batch.mask.float(), batch.sampled_logp
+        loss, gradient, _ = loss_and_gradient(run.args, batch, logp, logp, 8, 0.0)
+        assert loss == 0 and (gradient == 0).all()
+
+
+def test_constant_groups_give_exactly_no_gradient(make_run):
+    """PITFALLS 9: every completion wrong: the update moves nothing; and a row says so."""
+    run = make_run()
+    problems = [trainer.Problem("x", "nothing says this")] * 4
+    batch, _, _ = trainer.collect(run, 0, problems, prompts_of(run))
+    trainer.score(run, batch, one_update=True)
+    before = [p.clone() for p in run.model.parameters() if p.requires_grad]
+    row = trainer.update(run, batch, torch.arange(8), one_update=True)
+    assert row["grad_norm"] == 0 and row["loss"] == 0
+    after = [p for p in run.model.parameters() if p.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_duplicate_prompts_stay_separate_groups(make_run):
+    """PITFALLS 9: groups are by place, not by text, and their samples differ."""
+    run = make_run()
+    prompt = prompts_of(run)[:1]
+    batch, texts, _ = trainer.collect(run, 0, [trainer.Problem("x", "1")], prompt)
+    assert batch.rows.tolist() == list(range(8)) and len(set(texts)) > 4
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_first_update_has_ratio_one(make_run, monkeypatch, dropout):
+    """PITFALLS 6: dropout or train / eval mode must not differ between the two passes, for
+    micro-batches of different lengths too."""
+    run = make_run(lora_dropout=dropout, num_iterations=2, per_device_train_batch_size=4)
+    run.args.gradient_accumulation_steps, run.args.steps_per_generation = 2, 2
+    batch = random_batch()
+    batch.logp = batch.base_logp = batch.entropy = batch.scores = None
+    trainer.score(run, batch, one_update=False)
+    gaps, loss = [], trainer.policy_loss
+
+    def spy(args, micro, logp, old_logp, scale):
+        gaps.append((logp.detach() - old_logp)[micro.mask].abs().max().item())
+        return loss(args, micro, logp, old_logp, scale)
+
+    monkeypatch.setattr(trainer, "policy_loss", spy)
+    trainer.update(run, batch, torch.arange(8), one_update=False)
+    assert gaps == [0.0, 0.0]
+    logp = trainer.training_forward(run, batch)
+    run.policy.eval()
+    with torch.no_grad():  # dropout acts in training, and never in rollouts and scores
+        gap = (run.policy(batch.ids, batch.attention, batch.prompt_width).logp - logp)[batch.mask]
+    assert (gap.abs().max() > 1e-3) == (dropout > 0)
+
+
+def test_a_second_iteration_is_clipped_against_the_first(make_run):
+    """num_iterations: the old log-probs stay those of the policy that sampled."""
+    run = make_run(num_iterations=2, learning_rate=0.1, warmup_steps=0, max_steps=4)
+    batch = random_batch()
+    for name in ("logp", "base_logp", "entropy", "scores"):
+        setattr(batch, name, None)
+    trainer.score(run, batch, one_update=False)
+    first = trainer.update(run, batch, torch.arange(8), one_update=False)
+    second = trainer.update(run, batch, torch.arange(8), one_update=False)
+    assert first["clip_fraction"] == 0 < second["clip_fraction"] <= second["clip_fraction_sequence"]
+
+
+def test_kl_pulls_towards_the_base(make_run):
+    """beta > 0: at advantage 0 the gradient is the k3 KL's alone, against autograd on the formula."""
+    batch, args = random_batch(), flags(beta=0.5)
+    batch.advantages = torch.zeros(8)
+    loss, gradient, _ = loss_and_gradient(args, batch, batch.logp, batch.logp)
+    leaf = batch.logp.clone().requires_grad_()
+    d = batch.base_logp - leaf
+    k3 = (d.exp() - d - 1) * batch.mask / batch.mask.sum(1, keepdim=True)
+    (0.5 * k3.sum() / 8).backward()
+    assert loss > 0 and torch.allclose(gradient, leaf.grad, atol=1e-7)
+
+
+# ------------------------------------------------------------------------------ whole programs
+def launch(tmp_path, *flags, processes=0, env=None):
+    command = [sys.executable, "grpo_arca.py"]
+    if processes:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
+        command += ["--num_processes", str(processes), "--main_process_port", "0", "grpo_arca.py"]
+    command += ["--output_dir", str(tmp_path / "out"), *map(str, flags)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=os.environ | (env or {})
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+SMALL = ("--max_steps", 2, "--max_eval_samples", 4, "--num_generations_eval", 2, "--eval_steps", 1)
+
+
+def test_the_script_end_to_end(tmp_path):
+    """A few steps of the embedded default: every promised file, readable by what reads it."""
+    done = launch(tmp_path, *SMALL, "--per_device_train_batch_size", 32)
+    out = tmp_path / "out"
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "reward" in row] == [1, 2]
+    assert [row["step"] for row in rows if "eval" in row] == [0, 1, 2]
+    wanted = (
+        "reward accuracy completion_length truncated_share zero_std_share entropy kl clip_fraction "
+        "grad_norm learning_rate weight_gini weight_effn weight_top10_mass sampling_gap_mean "
+        "sampling_gap_max seconds_rollout seconds_score seconds_credit seconds_update "
+        "tokens_per_second peak_memory_gb loss"
+    )
+    for row in rows:
+        if "reward" in row:
+            assert set(wanted.split()) <= set(row) and None not in row.values()
+            assert row["sampling_gap_max"] < 1e-3
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary) == {"before", "after", "seconds", "steps", "rollout_tokens"}
+    assert set(summary["before"]) == {"greedy_accuracy", "sampled_accuracy", "pass@2"}
+    assert summary["steps"] == 2
+    for name in ("config.json", "curves.png", "credit.html", "completions.jsonl"):
+        assert (out / name).stat().st_size > 100
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), out / "adapter")
+    assert any(p.abs().sum() > 0 for n, p in model.named_parameters() if "lora_B" in n)
+    assert "Warning" not in done.stderr + done.stdout
+
+
+def test_local_gsm8k_file_end_to_end(tmp_path):
+    source = ROOT.parent / "shared/data/gsm8k_test.jsonl"
+    if not source.exists():
+        pytest.skip("no GSM8K in ../shared/data")
+    rows = source.read_text().splitlines()[:60]
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(rows))
+    launch(
+        tmp_path, *SMALL, "--dataset_name", tmp_path / "gsm8k.jsonl", "--credit", "divergence",
+        "--per_device_train_batch_size", 8, "--max_completion_length", 32,
+        "--gradient_accumulation_steps", 2, "--num_iterations", 2, "--beta", 0.01,
+    )  # fmt: skip
+    assert (tmp_path / "out/summary.json").exists()
+
+
+def test_two_processes_under_accelerate_launch(tmp_path):
+    """PITFALLS 8: and one process with two micro-batches gives the same samples and adapter."""
+    small = ("--max_steps", 2, "--max_eval_samples", 2, "--num_generations_eval", 2)
+    common = (*small, "--num_generations", 4, "--max_completion_length", 40, "--warmup_steps", 0)
+    env = {"OMP_NUM_THREADS": "1"}
+    launch(
+        tmp_path / "two", *common, "--per_device_train_batch_size", 8,
+        "--gradient_accumulation_steps", 1, processes=2, env=env,
+    )  # fmt: skip
+    launch(
+        tmp_path / "one", *common, "--per_device_train_batch_size", 4,
+        "--gradient_accumulation_steps", 4, env=env,
+    )  # fmt: skip
+    from safetensors.torch import load_file
+
+    logs, adapters = [], []
+    for name in ("two", "one"):
+        out = tmp_path / name / "out"
+        rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        logs.append([row for row in rows if "reward" in row])
+        adapters.append(load_file(out / "adapter/adapter_model.safetensors"))
+    for two, one in zip(*logs, strict=True):
+        for key in ("reward", "completion_length", "zero_std_share", "rollout_tokens"):
+            assert two[key] == one[key], key
+        assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+    for name, value in adapters[0].items():
+        assert torch.allclose(value, adapters[1][name], atol=2e-4), name
+
+
+@pytest.mark.parametrize(("launched", "user", "expected"), [(1, 0, 1), (1, 1, 0), (0, 0, 1), (0, 1, 0)])
+def test_every_core_unless_the_user_set_threads(monkeypatch, launched, user, expected):
+    """PITFALLS 16: `accelerate launch` sets OMP_NUM_THREADS=1 itself; a user's own value stays."""
+    calls = []
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    parent = SimpleNamespace(environ=lambda: {"OMP_NUM_THREADS": "1"} if user else {})
+    process = SimpleNamespace(parent=lambda: parent, cpu_affinity=lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(trainer.psutil, "Process", lambda: process)
+    if launched:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    elif user:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    trainer.use_every_core()
+    assert calls == [2] * expected
