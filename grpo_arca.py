@@ -114,7 +114,7 @@ class Args:
     sharpening: float = flag(1.0, "power p on the scores before they are normalised")
     # === END CREDIT ===
     # optimiser
-    learning_rate: float = flag(2e-3, "AdamW's peak (LoRA wants 10-100x full fine-tuning's)")
+    learning_rate: float = flag(4e-3, "AdamW's peak (LoRA wants 10-100x full fine-tuning's)")
     weight_decay: float = flag(0.0, "AdamW's weight decay")
     warmup_steps: int = flag(3, "steps of linear warm-up")
     lr_scheduler_type: str = flag("cosine", "cosine | linear | constant_with_warmup | ...")
@@ -882,6 +882,7 @@ def train(run: Run, train_set, held_out, log: RunLog, bar) -> list[dict]:
 def build_run(args: Args, tokenizer, grader: Grader) -> Run:
     """Policy, optimiser and schedule, as Accelerate prepares them."""
     accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),  # else processes without a GPU do not find each other
         mixed_precision="bf16" if torch.cuda.is_available() else "no",
         log_with=None if args.report_to == "none" else args.report_to,
         project_dir=args.output_dir,
@@ -909,10 +910,10 @@ def main() -> None:
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # peft asks transformers
     use_every_core()
     tokenizer, train_set, held_out = load_data(args)
-    with Grader() as grader, tqdm(total=args.max_steps, unit="step", dynamic_ncols=True) as bar:
-        run = build_run(args, tokenizer, grader)
-        is_main, config = run.accelerator.is_main_process, dataclasses.asdict(args)
-        log = RunLog(args.output_dir if is_main else None, config)
+    run, config = build_run(args, tokenizer, Grader()), dataclasses.asdict(args)
+    is_main = run.accelerator.is_main_process
+    log = RunLog(args.output_dir if is_main else None, config)
+    with run.grader, tqdm(total=args.max_steps, unit="step", dynamic_ncols=True) as bar:
         before = after = evaluate_and_log(run, 0, held_out, log, bar)
         groups = train(run, train_set, held_out, log, bar)
         if args.max_steps:

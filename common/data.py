@@ -180,7 +180,7 @@ def read_split(name: str, config: str | None, split: str) -> list[dict]:
     path, kind = Path(name), FILE_KINDS.get(Path(name).suffix)
     if kind and not path.is_file():
         raise DataError(f"there is no file {name}: check the path")
-    if kind and not path.read_bytes().strip():
+    if kind and path.stat().st_size == 0:
         raise DataError(f"{name} is empty: give a file with problems in it")
     import datasets  # costs a second, and the embedded task does without
 
@@ -305,7 +305,7 @@ def encode_prompt(
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if not tokenizer.chat_template:
         return tokenizer("\n\n".join(m["content"] for m in messages) + "\n").input_ids
-    how = {"add_generation_prompt": True, "tokenize": False} | (template_kwargs or {})
+    how = (template_kwargs or {}) | {"add_generation_prompt": True, "tokenize": False}
     try:
         text = tokenizer.apply_chat_template(messages, **how)
     except Exception as error:  # a template is a program: it raises what it likes

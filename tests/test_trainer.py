@@ -484,7 +484,7 @@ def test_kl_pulls_towards_the_base(make_run):
 def launch(tmp_path, *flags, processes=0, env=None):
     command = [sys.executable, "grpo_arca.py"]
     if processes:
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
         command += ["--num_processes", str(processes), "--main_process_port", "0", "grpo_arca.py"]
     command += ["--output_dir", str(tmp_path / "out"), *map(str, flags)]
     done = subprocess.run(
@@ -544,7 +544,7 @@ def test_local_gsm8k_file_end_to_end(tmp_path):
 def test_two_processes_under_accelerate_launch(tmp_path):
     """PITFALLS 8: and one process with two micro-batches gives the same samples and adapter."""
     small = ("--max_steps", 2, "--max_eval_samples", 2, "--num_generations_eval", 2)
-    common = (*small, "--num_generations", 4, "--max_completion_length", 40, "--warmup_steps", 0)
+    common = (*small, "--num_generations", 8, "--max_completion_length", 64, "--warmup_steps", 0)
     env = {"OMP_NUM_THREADS": "1"}
     launch(
         tmp_path / "two", *common, "--per_device_train_batch_size", 8,
@@ -565,6 +565,7 @@ def test_two_processes_under_accelerate_launch(tmp_path):
     for two, one in zip(*logs, strict=True):
         for key in ("reward", "completion_length", "zero_std_share", "rollout_tokens"):
             assert two[key] == one[key], key
+        assert one["grad_norm"] > 0
         assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
     for name, value in adapters[0].items():

@@ -1,0 +1,305 @@
+"""What a user gets wrong ends in one sentence: no stack, exit code 2, and no model loaded first."""
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY
+
+import grpo_arca as trainer
+
+SCRIPTS = sorted(path.stem for path in ROOT.glob("grpo_*.py"))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    """A run that gets too far must write no files here, and has no launcher's environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Loading a model, or taking the first step, is a failure of the test."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a model was loaded before the mistake was found")
+
+    monkeypatch.setattr(trainer, "load_policy", refuse)
+    monkeypatch.setattr(trainer.AutoModelForCausalLM, "from_pretrained", refuse)
+
+
+def one_sentence(stderr: str, script: str) -> str:
+    """The sentence on stderr, checked for its form."""
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith(f"{script}.py: error: ") and "Traceback" not in stderr
+    assert len(lines[0]) < 600 and "  " not in lines[0]
+    return lines[0]
+
+
+def refused(call, capfd, script: str = "grpo_arca") -> str:
+    """The sentence with which `call` ends the run."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        call()
+    out, err = capfd.readouterr()
+    assert stopped.value.code == 2 and out == ""
+    return one_sentence(err, script)
+
+
+@pytest.fixture
+def run_main(monkeypatch, capfd):
+    """run_main("--flag", "value", ...) -> the sentence that main ends with."""
+
+    def run(*argv: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["grpo_arca.py", *argv])
+        return refused(trainer.main, capfd)
+
+    return run
+
+
+# ------------------------------------------------------------------------- flags, in every script
+FLAGS = [  # (command line, what the sentence must say)
+    ("--num_generations 1", ["--num_generations", "at least 2"]),
+    ("--num_generations 0", ["--num_generations", "at least 2"]),
+    ("--num_generations 7", ["--num_generations 7", "divide"]),
+    ("--per_device_train_batch_size 4 --gradient_accumulation_steps 1", ["--num_generations 8"]),
+    ("--gradient_accumulation_steps 2 --steps_per_generation 3", ["--steps_per_generation"]),
+    ("--steps_per_generation -4", ["--steps_per_generation", "above 0"]),
+    ("--no_such_flag 3", ["--no_such_flag", "--help"]),
+    ("stray", ["stray", "--help"]),
+    ("--credit nothing", ["--credit", "uniform"]),
+    ("--loss_type ppo", ["--loss_type", "dapo"]),
+    ("--scale_rewards std", ["--scale_rewards", "group"]),
+    ("--rollout_weights dense", ["--rollout_weights", "merged"]),
+    ("--report_to mlflow", ["--report_to", "tensorboard"]),
+    ("--lr_scheduler_type cosin", ["--lr_scheduler_type", "cosine"]),
+    ("--learning_rate fast", ["--learning_rate", "fast"]),
+    ("--learning_rate 0", ["--learning_rate", "above 0"]),
+    ("--learning_rate nan", ["--learning_rate", "above 0"]),
+    ("--max_steps ten", ["--max_steps", "ten"]),
+    ("--max_steps -1", ["--max_steps", "0"]),
+    ("--lora_r 1.5", ["--lora_r", "1.5"]),
+    ("--lora_r 0", ["--lora_r", "above 0"]),
+    ("--lora_dropout 1", ["--lora_dropout", "below 1"]),
+    ("--load_in_4bit maybe", ["--load_in_4bit", "maybe"]),
+    ("--seed", ["--seed", "expected"]),
+    ("--seed -1", ["--seed", "0"]),
+    ("--top_p 0", ["--top_p", "above 0"]),
+    ("--top_p 2", ["--top_p", "at most 1"]),
+    ("--top_k -1", ["--top_k", "0"]),
+    ("--temperature 0", ["--temperature", "above 0"]),
+    ("--temperature -1", ["--temperature", "above 0"]),
+    ("--temperature nan", ["--temperature", "above 0"]),
+    ("--beta -0.1", ["--beta", "0"]),
+    ("--max_grad_norm -1", ["--max_grad_norm", "0"]),
+    ("--chat_template_kwargs enable_thinking", ["--chat_template_kwargs", "JSON"]),
+    ("--chat_template_kwargs [1]", ["--chat_template_kwargs", "JSON"]),
+    ("--chat_template_kwargs {", ["--chat_template_kwargs", "JSON"]),
+    ("--max_completion_length 0", ["--max_completion_length", "above 0"]),
+    ("--max_eval_samples 0", ["--max_eval_samples", "above 0"]),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("line, words", FLAGS, ids=[line for line, _ in FLAGS])
+def test_a_wrong_flag_is_one_sentence(script, line, words, capfd):
+    module = importlib.import_module(script)
+    sentence = refused(lambda: module.parse_args(line.split()), capfd, script)
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_tracker_that_is_not_installed(script, monkeypatch, capfd):
+    module, find_spec = importlib.import_module(script), importlib.util.find_spec
+    hide = lambda name, *a: None if name == "trackio" else find_spec(name, *a)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
+    sentence = refused(lambda: module.parse_args(["--report_to", "trackio"]), capfd, script)
+    assert "--report_to trackio" in sentence and "pip install trackio" in sentence
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_batch_counts_all_processes(script, monkeypatch, capfd):
+    """12 completions are no two groups of 8, but two processes' 24 are three."""
+    module = importlib.import_module(script)
+    line = "--per_device_train_batch_size 12 --gradient_accumulation_steps 1".split()
+    assert "12" in refused(lambda: module.parse_args(line), capfd, script)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert module.parse_args(line).num_generations == 8
+
+
+def test_only_the_first_process_speaks(monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stopped:
+        trainer.parse_args(["--num_generations", "1"])
+    assert stopped.value.code == 2 and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_right_flags_pass(script):
+    """The mistakes above are mistakes: their neighbours are not."""
+    module = importlib.import_module(script)
+    line = "--num_generations 2 --top_p 1 --max_steps 0 --beta 0 --top_k 0 --lora_dropout 0.9 "
+    line += "--gradient_accumulation_steps 2 --steps_per_generation 4 --temperature 0.1 --seed 0 "
+    line += "--lr_scheduler_type linear --learning_rate 1e-5"
+    kwargs = ["--chat_template_kwargs", '{"enable_thinking": false}']
+    args = module.parse_args([*line.split(), *kwargs])
+    assert (args.num_generations, args.max_steps, args.steps_per_generation) == (2, 0, 4)
+    assert module.parse_args([]).steps_per_generation == module.Args().gradient_accumulation_steps
+
+
+# --------------------------------------------------------------------------------- data, models
+ROWS = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(20)]
+
+
+def jsonl(rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    "name, content, flags, words",
+    [
+        ("none.jsonl", None, "", ["none.jsonl", "check"]),
+        ("none.parquet", None, "", ["none.parquet", "check"]),
+        ("empty.jsonl", "", "", ["empty.jsonl", "empty", "give"]),
+        ("blank.jsonl", "\n\n", "", ["blank.jsonl", "check"]),
+        ("list.json", "[]", "", ["list.json", "check"]),
+        ("torn.jsonl", jsonl(ROWS) + '{"problem": "a", "ans', "", ["torn.jsonl", "JSON"]),
+        ("torn.parquet", "PAR1", "", ["torn.parquet", "check"]),
+        ("columns.jsonl", '{"text": "a", "label": 1}\n', "", ["text, label", "--prompt_column"]),
+        ("columns.jsonl", '{"problem": "a", "label": 1}\n', "", ["label", "--answer_column"]),
+        ("set.jsonl", jsonl(ROWS), "--prompt_column q", ["no q", "problem", "--prompt_column"]),
+        ("set.jsonl", jsonl(ROWS), "--answer_column a", ["no a", "answer", "--answer_column"]),
+        ("nobox.jsonl", '{"problem": "a", "solution": "5"}\n', "", ["nobox.jsonl", "solution"]),
+        ("one.jsonl", jsonl(ROWS[:1]), "", ["one.jsonl", "add rows"]),
+        ("shape.jsonl", '{"prompt": ["a"], "answer": "1"}\n', "", ["--prompt_column", "messages"]),
+        ("set.jsonl", jsonl(ROWS), "--eval_dataset_name no.jsonl", ["no.jsonl", "check"]),
+    ],
+)
+def test_data_that_cannot_be_used(run_main, no_model, name, content, flags, words):
+    if content is not None:
+        Path(name).write_text(content)
+    sentence = run_main("--dataset_name", name, *flags.split())
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--dataset_name nobody/nothing", ["nobody/nothing", "check the name"]),
+        ("--eval_dataset_name nobody/nothing", ["nobody/nothing", "check the name"]),
+        ("--model_name_or_path nobody/nothing", ["--model_name_or_path nobody/nothing"]),
+        ("--model_name_or_path /no/model", ["--model_name_or_path /no/model"]),
+        ("--model_name_or_path .", ["--model_name_or_path ."]),  # a folder without a model
+        ("--max_completion_length 2040", ["--max_completion_length", "2048", "or less"]),
+    ],
+)
+def test_names_and_lengths_that_lead_nowhere(run_main, no_model, flags, words):
+    """With no network (conftest sets HF_HUB_OFFLINE)."""
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    sentence = run_main(*flags.split())
+    assert all(word in sentence for word in words), sentence
+
+
+def test_a_prompt_longer_than_the_context(run_main, no_model):
+    Path("long.jsonl").write_text(jsonl(ROWS + [{"problem": "1" * 3000, "answer": "1"}]))
+    sentence = run_main("--dataset_name", "long.jsonl")
+    assert "2048" in sentence and not re.search(r" -\d", sentence), sentence
+
+
+def copy_of_tiny(*names: str) -> Path:
+    folder = Path("model").resolve()
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", *names):
+        shutil.copy(Path(TINY) / name, folder / name)
+    return folder
+
+
+def test_a_tokenizer_without_eos(run_main, no_model):
+    folder = copy_of_tiny("chat_template.jinja")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    sentence = run_main("--model_name_or_path", str(folder))
+    assert "EOS" in sentence and "eos_token" in sentence, sentence
+
+
+def test_a_folder_without_tokenizer(run_main, no_model):
+    folder = copy_of_tiny()
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert "--model_name_or_path" in run_main("--model_name_or_path", str(folder))
+
+
+def test_a_template_that_refuses_the_system_prompt(run_main, no_model):
+    folder = copy_of_tiny()
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role here') }}")
+    sentence = run_main("--model_name_or_path", str(folder), "--system_prompt", "Be brief.")
+    assert "--system_prompt" in sentence and "no system role here" in sentence, sentence
+
+
+def test_a_folder_without_weights(run_main):
+    sentence = run_main("--model_name_or_path", str(copy_of_tiny()))
+    assert "--model_name_or_path" in sentence and "model.safetensors" in sentence, sentence
+
+
+def test_lora_target_modules_that_do_not_exist(run_main):
+    sentence = run_main("--lora_target_modules", "q_proj_of_another", "another")
+    assert "--lora_target_modules" in sentence and "another" in sentence, sentence
+
+
+def test_an_output_folder_that_is_a_file(run_main):
+    """Found before the first evaluation, not after the last step."""
+    Path("taken").write_text("")
+    sentence = run_main("--output_dir", "taken/run")
+    assert "--output_dir taken/run" in sentence, sentence
+
+
+# ------------------------------------------------------------------------------ as a real command
+def command(*argv: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "grpo_arca.py"), *argv],
+        capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--num_generations 1", ["--num_generations", "at least 2"]),
+        ("--dataset_name torn.jsonl", ["torn.jsonl", "JSON"]),
+    ],
+)
+def test_the_command_itself(flags, words):
+    Path("torn.jsonl").write_text('{"problem": "a", "ans')
+    done = command(*flags.split())
+    assert done.returncode == 2 and done.stdout == ""
+    sentence = one_sentence(done.stderr, "grpo_arca")
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_every_flag_and_its_text(script, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    module = importlib.import_module(script)
+    with pytest.raises(SystemExit) as stopped:
+        module.parse_args(["--help"])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 0 and err == ""
+    shown = "".join(out.split())  # argparse wraps lines, also after hyphens
+    for field in dataclasses.fields(module.Args):
+        assert f"--{field.name}" in shown
+        assert "".join(field.metadata["help"].split()) in shown, field.name
+    title = module.__doc__.splitlines()[0]
+    assert "".join(title.split()) in shown, "the docstring's title is missing"

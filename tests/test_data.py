@@ -1,0 +1,659 @@
+"""The embedded task and its marks, data sets of every shape, the order of problems, prompts."""
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+from conftest import ROOT, TINY
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import grpo_arca as trainer
+from common import data
+from common.data import Chain, DataError, Operation, Problem
+from common.tiny_policy import make
+
+SHARED = ROOT.parent / "shared/data"
+ROLES = {"", "decisive", "first_wrong"}
+
+# 23 + 19 = 42, doubled 84, - 5 = 79
+CHAIN = Chain(23, (Operation("add", 19), Operation("multiply", 2), Operation("subtract", 5)))
+PROBLEM = Problem(CHAIN.prompt(), "79", (42, 84, 79))
+RIGHT = (
+    "We begin at 23. Then adding 19 gives 42. We double it and get 84. "
+    "Minus 5 makes 79. So the answer is \\boxed{79}."
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    if (Path(TINY) / "tokenizer.json").exists():
+        return AutoTokenizer.from_pretrained(TINY)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make.build_tokenizer().save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def flags(**given):
+    """The flags that load_problems reads, as the trainer parses them."""
+    return trainer.parse_args([text for k, v in given.items() for text in (f"--{k}", str(v))])
+
+
+# ---------------------------------------------------------------------------- the embedded task
+def recompute(prompt: str) -> list[int]:
+    """The value after each operation, from the words of the prompt alone."""
+    start, *phrases = re.fullmatch(r"Start with (.*)\.", prompt)[1].split(", ")
+    values = [int(start)]
+    for phrase in phrases:
+        verb, word = phrase.split()
+        by = 0 if word == "it" else int(word)
+        new = {"add": values[-1] + by, "subtract": values[-1] - by}
+        new |= {"double": values[-1] * 2, "triple": values[-1] * 3}
+        values.append(new[verb])
+    return values[1:]
+
+
+def test_a_prompt_reads_as_documented():
+    assert CHAIN.prompt() == "Start with 23, add 19, double it, subtract 5."
+    assert CHAIN.results() == (42, 84, 79)
+
+
+def test_train_and_held_out_chains_never_meet():
+    held_out = {p.prompt for p in data.chain_problems(2000, held_out=True)}
+    for seed in range(4):
+        train = {p.prompt for p in data.chain_problems(4096, held_out=False, seed=seed)}
+        assert len(train) == 4096 and not train & held_out
+        other = {p.prompt for p in data.chain_problems(500, held_out=True, seed=seed)}
+        assert not train & other
+
+
+def test_held_out_is_a_function_of_the_chain_and_one_in_ten():
+    rng, chains = random.Random(0), []
+    for _ in range(5000):
+        ops = tuple(Operation("add", rng.randint(2, 19)) for _ in range(3))
+        chains.append(Chain(rng.randint(5, 60), ops))
+    flags_of = [c.is_held_out() for c in chains]
+    assert flags_of == [Chain(c.start, tuple(c.operations)).is_held_out() for c in chains]
+    assert 0.08 < sum(flags_of) / len(flags_of) < 0.12
+    # Fixed for good: the committed policy was trained on what this hash does not hold out.
+    assert [p.prompt for p in data.chain_problems(2, held_out=True)] == [
+        "Start with 55, add 14, add 17, add 4, subtract 13.",
+        "Start with 52, subtract 12, subtract 13, subtract 12.",
+    ]
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_generated_answers_are_right_and_small(held_out):
+    for problem in data.chain_problems(2000, held_out, seed=3):
+        values = recompute(problem.prompt)
+        assert list(problem.steps) == values and problem.answer == str(values[-1])
+        assert len(values) in (3, 4) and all(1 <= value <= 99 for value in values)
+
+
+def test_problems_depend_on_the_seed_alone():
+    assert data.chain_problems(50, False, 1) == data.chain_problems(50, False, 1)
+    assert data.chain_problems(50, False, 1) != data.chain_problems(50, False, 2)
+
+
+# ------------------------------------------------------------------- which step goes wrong where
+def stated(text, num_steps=3):
+    return [text[begin:end] for begin, end in data.stated_results(text, num_steps)]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (RIGHT, ["42", "84", "79"]),
+        ("We begin at 23. Adding 19 gives 42.", ["42", "", ""]),
+        ("We begin at 23. Adding 19 gives 42", ["42", "", ""]),  # cut off before the full stop
+        ("", ["", "", ""]),
+        ("no numbers. at all. here. nor here. 5.", ["", "", ""]),
+        ("1.2.3.4. 5. 6. 7.", ["5", "6", "7"]),  # a decimal point ends no sentence
+        ("We begin at 23. Half is 11.5. Then 42. Then -7.", ["11.5", "42", "-7"]),
+        ("23. 19 and 23 give 42. 84. 79. And 99.", ["42", "84", "79"]),
+        ("...", ["", "", ""]),
+    ],
+)
+def test_stated_results(text, expected):
+    assert stated(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text, marked",  # `marked`: what stands from the first error on; None: no error
+    [
+        (RIGHT, None),
+        (RIGHT + " That was easy. 1. 2. 3.", None),
+        (RIGHT.replace("So the", "It is late. So the"), None),
+        (RIGHT.replace("42", "32"), "32. We double"),  # dropped carry
+        (RIGHT.replace("42", "43"), "3. We double"),  # the 4 is right
+        (RIGHT.replace("42", "420"), "0. We double"),
+        (RIGHT.replace("42", "4"), ". We double"),  # a 2 was due there
+        (RIGHT.replace("42", "42.5"), ".5. We double"),
+        (RIGHT.replace("42", "-42"), "-42. We double"),
+        (RIGHT.replace("84.", "94."), "94. Minus"),
+        # Slips that cancel: 43, doubled "84", and so on to the right answer.
+        (RIGHT.replace("42", "43").replace("We double", "We (nearly) double"), "3. We (nearly)"),
+        (RIGHT.replace("84.", "85."), "5. Minus"),
+        (RIGHT.replace("{79}", "{78}"), "8}."),  # the box alone is wrong
+        (RIGHT.replace("{79}", "{790}"), "0}."),
+        (RIGHT.replace("{79}", "{}"), "}."),
+        (RIGHT + " No, \\boxed{80}.", "80}."),  # the last box counts
+        (RIGHT + " No, \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}}."),
+        (RIGHT + " And {79}, or \\boxed{", None),  # an open brace is no box, nor is one without
+        (RIGHT.replace("\\boxed{79}", "79"), ""),  # no box at all
+        (RIGHT.replace("We double it and get 84. ", ""), "79. So"),  # a step left out
+        (RIGHT.replace("We double", "Well. We double"), ". We double"),  # a sentence too many
+        (RIGHT.replace(" 84.", " it."), ". Minus"),
+        ("\\boxed{79}.", ""),  # guessed; its full stop is the start's
+        ("\\boxed{79}. a. b. c.", ". b. c."),
+        ("", ""),
+        ("\x00\ufffd\u202e\ud800 \\x \\boxed", ""),
+        ("٤٢. ٤٢. ٨٤. ٧٩. \\boxed{٧٩}", ". ٨٤. ٧٩. \\boxed{٧٩}"),  # other scripts' digits
+    ],
+)
+def test_first_error(text, marked):
+    error = data.first_error(text, PROBLEM)
+    assert (None if error is None else text[error:][: len(marked or "x")]) == marked
+    assert error is None or text[error:].startswith(marked)
+
+
+def test_slips_that_cancel_are_an_error_though_the_answer_is_right():
+    """23 + 19 = 43, doubled 84: the box is right, so the answer alone would earn the reward."""
+    text = RIGHT.replace("42", "43")
+    assert text.endswith("\\boxed{79}.") and data.first_error(text, PROBLEM) == text.index("43") + 1
+
+
+def characters(text):
+    return data.token_roles(list(text), PROBLEM)
+
+
+def test_roles_of_a_right_completion():
+    marked = "".join(c if r else " " for c, r in zip(RIGHT, characters(RIGHT), strict=True))
+    assert marked.split() == ["42", "84", "79"] and set(characters(RIGHT)) == {"", "decisive"}
+    assert marked.index("79") == RIGHT.index("79")  # the step's, not the box's
+
+
+def test_roles_of_a_wrong_completion():
+    text = RIGHT.replace("42", "43")
+    roles = characters(text)
+    at = text.index("43")
+    assert roles[at : at + 3] == ["decisive", "first_wrong", ""]
+    assert roles.count("first_wrong") == 1 and roles.count("decisive") == 5
+
+
+def test_tokens_of_several_characters():
+    pieces = ["We begin at ", "23. Then adding 19 gives", " 42. We double", " it and get ", "8"]
+    pieces += ["4. Minus 5 makes ", "7", "", "9", ". ", "So it is \\boxed{", "79}.", "<end>"]
+    expected = ["", "", "decisive", "", "decisive", "decisive", "decisive", "", "decisive"]
+    assert data.token_roles(pieces, PROBLEM) == expected + [""] * 4
+    pieces[11] = "78}."
+    assert data.token_roles(pieces, PROBLEM) == expected + ["", "", "first_wrong", ""]
+
+
+def test_a_completion_that_ends_too_early_is_marked_at_its_last_token():
+    pieces = ["We begin at ", "23", ". ", "<end>"]
+    assert data.token_roles(pieces, PROBLEM) == ["", "", "", "first_wrong"]
+    assert data.token_roles([], PROBLEM) == [] and data.token_roles([""], PROBLEM) == [""]
+
+
+def random_texts(count):
+    rng = random.Random(5)
+    parts = [RIGHT, "\\boxed{", "79", "}", ".", " 42", "\ufffd", "-", "{", "x"]
+    return ["".join(rng.choices(parts, k=rng.randint(0, 9))) for _ in range(count)]
+
+
+def test_roles_of_any_text():
+    """One role a token, from the stated set; a first wrong one exactly where there is an error."""
+    for text in random_texts(2000):
+        rng, pieces = random.Random(text), []
+        while sum(map(len, pieces)) < len(text):
+            begin = sum(map(len, pieces))
+            pieces.append(text[begin : begin + rng.randint(0, 5)])
+        roles, error = data.token_roles(pieces, PROBLEM), data.first_error(text, PROBLEM)
+        assert len(roles) == len(pieces) and set(roles) <= ROLES
+        assert roles.count("first_wrong") == (error is not None and text != "")
+        assert error is None or 0 <= error <= len(text)
+
+
+def test_an_answer_is_right_to_first_error_only_if_it_is_to_the_grader():
+    """Else a completion without reward would show no mistake."""
+    from common.reward import last_boxed
+
+    agreed = 0
+    for text in random_texts(4000):
+        if data.first_error(text, PROBLEM) is None:
+            assert last_boxed(text) == "79"
+            agreed += 1
+    assert agreed > 100
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["1", ".", "a", " ", "{", "-", "1.", ". 1"]
+    + ["\\boxed ", "\\boxed{", "\\boxed{79}", "\\boxed{1}{", "\\boxed{79", "\\boxed{{}"],
+)
+def test_long_texts_take_linear_time(unit):
+    text = unit * (100_000 // len(unit))
+    data.first_error(text[:10_000], PROBLEM)
+    began = time.perf_counter()
+    for long in (text, RIGHT + text, "\\boxed{" + text + "}" + text):
+        data.first_error(long, PROBLEM)
+    # A guard against quadratic growth (a minute and more here), not a measurement.
+    assert time.perf_counter() - began < 15
+
+
+# ------------------------------------------------------------- demonstrations for the tiny policy
+@pytest.fixture(scope="module")
+def demonstrations():
+    """(problem, text) pairs by whether slips were allowed."""
+
+    def pairs(slips):
+        rng = random.Random(11)
+        chains = [data.random_chain(rng, held_out=False) for _ in range(2500)]
+        problems = [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
+        return [
+            (p, make.demonstrate(rng, c, slips)) for p, c in zip(problems, chains, strict=True)
+        ]
+
+    return {slips: pairs(slips) for slips in (False, True)}
+
+
+def test_clean_demonstrations_are_right(demonstrations):
+    for problem, text in demonstrations[False]:
+        assert data.first_error(text, problem) is None, text
+        assert stated(text, len(problem.steps)) == [str(step) for step in problem.steps]
+
+
+def test_slips_never_cancel(demonstrations):
+    """No demonstration teaches a wrong step that leads to the right answer."""
+    wrong = 0
+    for problem, text in demonstrations[True]:
+        boxed = re.search(r"\\boxed\{(\d+)\}", text)[1]
+        assert (data.first_error(text, problem) is None) == (boxed == problem.answer), text
+        wrong += boxed != problem.answer
+        roles = data.token_roles(list(text), problem)
+        assert roles.count("first_wrong") == (boxed != problem.answer) and set(roles) <= ROLES
+    assert 0.4 < wrong / len(demonstrations[True]) < 0.95
+
+
+def test_slips_are_as_frequent_as_stated():
+    rng, carries, others = random.Random(2), [], []
+    for _ in range(20_000):
+        operation, value = Operation("add", rng.randint(2, 19)), rng.randint(1, 80)
+        right, forgotten = operation.apply(value), make.without_carry(operation, value)
+        made = make.slip(rng, operation, value, slips=True)
+        assert make.slip(rng, operation, value, slips=False) == right
+        if forgotten != right:
+            assert value % 10 + operation.operand % 10 >= 10 and forgotten == right - 10
+            carries.append(made == forgotten)
+        else:
+            others.append(made != right)
+    # A step with a carry can also come to right - 10 by the other kind of slip, a sixth of them.
+    expected = make.DROPPED_CARRY + (1 - make.DROPPED_CARRY) * make.OTHER_SLIP / 6
+    assert abs(sum(carries) / len(carries) - expected) < 0.02
+    assert abs(sum(others) / len(others) - make.OTHER_SLIP) < 0.01
+
+
+@pytest.mark.parametrize(
+    "name, operand, value, forgotten",
+    [
+        ("add", 19, 23, 32),
+        ("add", 11, 23, 34),
+        ("subtract", 7, 52, 55),
+        ("subtract", 2, 52, 50),
+        ("multiply", 2, 37, 64),
+        ("multiply", 3, 27, 61),
+        ("multiply", 2, 34, 68),
+    ],
+)
+def test_without_carry(name, operand, value, forgotten):
+    assert make.without_carry(Operation(name, operand), value) == forgotten
+
+
+# ------------------------------------------------------------------------------- the tokenizer
+def test_digits_are_tokens(tokenizer, demonstrations):
+    for _, text in demonstrations[True][:300]:
+        pieces = [tokenizer.decode([i]) for i in tokenizer(text).input_ids]
+        assert "".join(pieces) == text
+        for piece in pieces:
+            assert not re.search("[0-9]", piece) or len(piece) == 1, piece
+        assert pieces.count("\\boxed{") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "  a\n\n\tb ", "naïve ∑ 数学 עברית", "🙂👩‍👩‍👧 e\u0301", "\x00\x01\x1b\x7f\r\n"]
+    + ["½²٣ Ⅷ 1234", "<|im_start|>x"],
+)
+def test_any_text_round_trips(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_random_text_round_trips(tokenizer):
+    rng = random.Random(0)
+    for _ in range(300):
+        points = [rng.choice([rng.randrange(32, 127), rng.randrange(0xD7FF)]) for _ in range(20)]
+        text = "".join(map(chr, points))
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_the_saved_tokenizer_fits_the_model(tokenizer):
+    assert len(tokenizer) <= make.VOCABULARY
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token != tokenizer.eos_token
+
+
+# ---------------------------------------------------------------------------- local data sets
+ROWS = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40)]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    return str(path)
+
+
+def all_problems(name, **given):
+    train, held_out = data.load_problems(flags(dataset_name=name, **given))
+    return sorted(train + held_out, key=str)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("prompt", ["problem", "question", "prompt"])
+@pytest.mark.parametrize("answer", ["answer", "solution"])
+def test_local_files_of_every_kind(tmp_path, kind, prompt, answer):
+    gold = "It is \\boxed{%s}." if answer == "solution" else "%s"
+    rows = [{prompt: r["problem"], answer: gold % r["answer"], "level": 1} for r in ROWS]
+    found = all_problems(write(tmp_path / f"set.{kind}", rows))
+    assert found == sorted([Problem(r["problem"], r["answer"]) for r in ROWS], key=str)
+
+
+def test_columns_named_by_flags(tmp_path):
+    rows = [{"q": r["problem"], "a": r["answer"], "problem": "no", "answer": "no"} for r in ROWS]
+    name = write(tmp_path / "set.jsonl", rows)
+    found = all_problems(name, prompt_column="q", answer_column="a")
+    assert found == sorted([Problem(r["problem"], r["answer"]) for r in ROWS], key=str)
+
+
+def test_answer_wins_over_solution_and_problem_over_prompt(tmp_path):
+    row = {"prompt": "P", "problem": "Q", "solution": "\\boxed{1}", "answer": "2"}
+    assert data.parse_rows([row], "x", None, None) == [Problem("Q", "2")]
+
+
+@pytest.mark.parametrize(
+    "gold, expected",
+    [
+        ("He had 3 * 4 = <<3*4=12>>12.\n#### 12", "12"),
+        ("#### 1,234 ", "1,234"),
+        ("#### 1\n#### 2", "2"),
+        ("so \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{1} then \\boxed{ 2 }", "2"),
+        ("the answer is 5", None),
+        ("\\boxed{5", None),
+        ("", None),
+    ],
+)
+def test_final_answer(gold, expected):
+    assert data.final_answer(gold) == expected
+
+
+def test_rows_without_an_answer_are_left_out():
+    golds = ["\\boxed{1}", "no box", "", None, "\\boxed{}", "#### ", "\\boxed{2}"]
+    rows = [{"problem": f"p{i}", "solution": gold} for i, gold in enumerate(golds)]
+    rows += [{"problem": None, "solution": "\\boxed{3}"}, {"problem": "", "solution": "\\boxed{4}"}]
+    assert data.parse_rows(rows, "x", None, None) == [Problem("p0", "1"), Problem("p6", "2")]
+    golds = ["4", "", None, "####", 5]
+    rows = [{"problem": f"p{i}", "answer": gold} for i, gold in enumerate(golds)]
+    assert data.parse_rows(rows, "x", None, None) == [Problem("p0", "4"), Problem("p4", "5")]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_conversational_prompts(tmp_path, kind, tokenizer):
+    def chat(i):
+        system = {"role": "system", "content": "Be brief."}
+        return [system, {"role": "user", "content": f"What is {i}?"}]
+
+    name = write(tmp_path / f"s.{kind}", [{"prompt": chat(i), "answer": str(i)} for i in range(9)])
+    found = all_problems(name)
+    assert found == sorted([Problem(chat(i), str(i)) for i in range(9)], key=str)
+    text = tokenizer.decode(data.encode_prompt(tokenizer, found[0].prompt))
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 0?")
+
+
+@pytest.mark.parametrize(
+    "prompt", [["text"], [{"from": "human", "value": "x"}], 5, [{"role": "user", "content": None}]]
+)
+def test_prompts_that_are_neither_text_nor_messages_are_refused(prompt):
+    """A chat template would write an empty message for most of them, and say nothing."""
+    with pytest.raises(DataError, match="--prompt_column"):
+        data.parse_rows([{"prompt": prompt, "answer": "1"}], "x", None, None)
+
+
+def test_local_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tmp_path):
+    rows = ROWS + ROWS[:15]  # repeats must not slip through either
+    name, seen = write(tmp_path / "set.jsonl", rows), set()
+    for seed in range(3):
+        train, held_out = data.load_problems(flags(dataset_name=name, seed=seed))
+        assert len(held_out) == len(rows) // 5
+        assert not {p.prompt for p in train} & {p.prompt for p in held_out}
+        assert {p.prompt for p in train + held_out} == {r["problem"] for r in ROWS}
+        seen.add(tuple(held_out))
+    assert len(seen) == 1
+    few = data.load_problems(flags(dataset_name=name, max_eval_samples=3))[1]
+    assert few == list(seen.pop())[:3]
+
+
+def test_an_evaluation_set_of_its_own(tmp_path):
+    name = write(tmp_path / "train.jsonl", ROWS)
+    other = write(tmp_path / "eval.jsonl", ROWS[30:] + [{"problem": "New?", "answer": "7"}])
+    train, held_out = data.load_problems(flags(dataset_name=name, eval_dataset_name=other))
+    assert len(held_out) == 11 and Problem("New?", "7") in held_out
+    assert sorted(train) == sorted(Problem(r["problem"], r["answer"]) for r in ROWS[:30])
+    train, held_out = data.load_problems(flags(dataset_name=name, eval_dataset_name=data.EMBEDDED))
+    assert len(train) == 40 and len(held_out) == 256 and all(p.steps for p in held_out)
+
+
+def test_the_embedded_sets():
+    train, held_out = data.load_problems(flags(max_eval_samples=100))
+    assert len(train) == 4096 and len(held_out) == 100
+    assert not {p.prompt for p in train} & {p.prompt for p in held_out}
+    again = data.load_problems(flags(max_eval_samples=100, seed=2))
+    assert again[1] == held_out and again[0] != train
+
+
+# ---------------------------------------------------------------------------- Hub and real data
+@pytest.mark.parametrize(
+    "given, calls",
+    [
+        (
+            {"dataset_name": "openai/gsm8k"},
+            [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")],
+        ),
+        (
+            {"dataset_name": "DigitalLearningGmbH/MATH-lighteval"},
+            [("DigitalLearningGmbH/MATH-lighteval", None, s) for s in ("train", "test")],
+        ),
+        ({"dataset_name": "HuggingFaceH4/MATH-500"}, [("HuggingFaceH4/MATH-500", None, "test")]),
+        (
+            {"dataset_name": "openai/gsm8k", "eval_dataset_name": "HuggingFaceH4/MATH-500"},
+            [("openai/gsm8k", "main", "train"), ("HuggingFaceH4/MATH-500", None, "test")],
+        ),
+        (
+            {"dataset_name": "a/b", "dataset_config": "c", "dataset_train_split": "train[:9]",
+             "dataset_test_split": "validation"},
+            [("a/b", "c", "train[:9]"), ("a/b", "c", "validation")],
+        ),
+        ({"dataset_name": "openai/gsm8k", "dataset_config": "socratic"},
+         [("openai/gsm8k", "socratic", s) for s in ("train", "test")]),
+    ],
+)  # fmt: skip
+def test_hub_names(monkeypatch, given, calls):
+    made = []
+
+    def load_dataset(name, config=None, *, split):
+        made.append((name, config, split))
+        rows = [{"question": f"{name} {split} {i}", "answer": f"#### {i}"} for i in range(20)]
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    train, held_out = data.load_problems(flags(**given))
+    assert made == calls
+    assert train and held_out and not {p.prompt for p in train} & {p.prompt for p in held_out}
+
+
+def need(name: str) -> str:
+    if not (SHARED / name).exists():
+        pytest.skip(f"{SHARED / name} is not there: real problems are not part of the project")
+    return str(SHARED / name)
+
+
+def test_gsm8k():
+    rows = data.read_split(need("gsm8k_train.jsonl"), None, "train")
+    problems = data.parse_rows(rows, "gsm8k", None, None)
+    assert len(problems) == len(rows) > 7000
+    assert problems[0].prompt.startswith("Natalia sold clips to 48 of her friends in April")
+    assert [p.answer for p in problems[:4]] == ["72", "10", "5", "42"]
+    assert all(re.fullmatch(r"-?[\d,]+(\.\d+)?", p.answer) for p in problems)
+
+
+def test_math500():
+    """Its answer column, and the boxed answers of its solutions, are the same."""
+    rows = data.read_split(need("math500.jsonl"), None, "train")
+    problems = data.parse_rows(rows, "math", None, None)
+    assert len(problems) == 500
+    first = ["\\left( 3, \\frac{\\pi}{2} \\right)", "p - q", "\\frac{14}{3}"]
+    assert [p.answer for p in problems[:3]] == first
+    boxed = data.parse_rows(rows, "math", None, "solution")
+    assert len(boxed) == 500
+    assert sum(a.answer == b.answer for a, b in zip(problems, boxed, strict=True)) > 490
+
+
+def test_real_files_split_without_overlap():
+    train, held_out = data.load_problems(flags(dataset_name=need("math500.jsonl")))
+    assert len(held_out) == 100 and len(train) == 400
+    assert not {p.prompt for p in train} & {p.prompt for p in held_out}
+
+
+# ------------------------------------------------------------------------- order of the problems
+def test_every_epoch_visits_every_problem_once_in_its_own_order():
+    def epoch(number, seed=1):
+        return [data.problem_at(number * 37 + i, 37, seed) for i in range(37)]
+
+    orders = [tuple(epoch(e, seed)) for e in range(4) for seed in range(3)]
+    assert all(sorted(order) == list(range(37)) for order in orders)
+    assert len(set(orders)) == 12 and tuple(range(37)) not in orders
+
+
+def test_the_order_has_no_state():
+    """A resumed run, or another process, finds the same problem at a position."""
+    places = list(range(200))
+    straight = [data.problem_at(place, 23, 5) for place in places]
+    mixed = random.Random(0).sample(places, 200)
+    random.seed(9)
+    state = random.getstate()
+    data._epoch_order.cache_clear()
+    assert {p: data.problem_at(p, 23, 5) for p in mixed} == dict(zip(places, straight, strict=True))
+    assert random.getstate() == state
+    data.problem_at(0, 23, 5)
+    assert data.problem_at(0, 1, 5) == data.problem_at(12345, 1, 5) == 0
+
+
+# ---------------------------------------------------------------------- prompts (PITFALLS row 11)
+def prompt_text(tokenizer, *args):
+    return tokenizer.decode(data.encode_prompt(tokenizer, *args))
+
+
+def test_golden_prompts_of_the_tiny_policy(tokenizer):
+    golden = "<|im_start|>user\nStart with 23, add 19.<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_text(tokenizer, "Start with 23, add 19.") == golden
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert prompt_text(tokenizer, "Start with 23, add 19.", "Be brief.") == system + golden
+
+
+# As in Qwen3's: the flag *adds* an empty think block, so leaving it out is not the same as True.
+THINKING = make.CHAT_TEMPLATE.replace(
+    "<|im_start|>assistant\n",
+    "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% endif %}",
+)
+
+
+def test_template_kwargs_reach_the_template(tokenizer):
+    thinking = AutoTokenizer.from_pretrained(TINY)
+    thinking.chat_template = THINKING
+    plain = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_text(thinking, "hi") == plain
+    assert prompt_text(thinking, "hi", None, {"enable_thinking": True}) == plain
+    off = prompt_text(thinking, "hi", None, {"enable_thinking": False})
+    assert off == plain + "<think>\n\n</think>\n\n"
+    assert prompt_text(thinking, "hi", None, {"tokenize": True, "unknown": 1}) == plain
+
+
+def bos_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    """Adds <s> to every text, as Llama's tokenizer does."""
+    vocabulary = {"<s>": 0, "</s>": 1, "[UNK]": 2, "hi": 3, "user": 4, ":": 5}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "[UNK]"}
+    made = PreTrainedTokenizerFast(tokenizer_object=words, **names)
+    made.chat_template = template
+    return made
+
+
+def test_exactly_one_bos():
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }} : {{ m.content }}{% endfor %}"
+    written = bos_tokenizer(template)
+    assert written("hi").input_ids == [0, 3]  # it would add a second one to the template's text
+    assert data.encode_prompt(written, "hi") == [0, 4, 5, 3]
+    assert data.encode_prompt(bos_tokenizer(None), "hi") == [0, 3]  # the tokenizer's own
+
+
+def test_a_tokenizer_without_a_template_gets_plain_text(tokenizer):
+    plain = AutoTokenizer.from_pretrained(TINY)
+    plain.chat_template = None
+    assert prompt_text(plain, "2 + 2?") == "2 + 2?\n"
+    assert prompt_text(plain, "2 + 2?", "Be brief.") == "Be brief.\n\n2 + 2?\n"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert prompt_text(plain, messages) == "a\n\nb\n"
+
+
+def test_a_template_that_refuses_is_one_sentence(tokenizer):
+    strict = AutoTokenizer.from_pretrained(TINY)
+    strict.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{{ messages[0]['content'] }}"
+    )
+    assert prompt_text(strict, "hi") == "hi"
+    with pytest.raises(DataError, match="--system_prompt.*no system role"):
+        data.encode_prompt(strict, "hi", "Be brief.")
+
+
+def test_training_and_evaluation_prompts_come_from_the_same_function(monkeypatch, tmp_path):
+    """load_data encodes both sets, with the same system prompt and template arguments."""
+    calls = []
+
+    def encode(tokenizer, prompt, *style):
+        calls.append((prompt, style))
+        return data.encode_prompt(tokenizer, prompt, *style)
+
+    monkeypatch.setattr(trainer, "encode_prompt", encode)
+    name = write(tmp_path / "set.jsonl", ROWS)
+    args = flags(dataset_name=name, system_prompt="Be brief.", chat_template_kwargs='{"x": 1}')
+    tokenizer, (train, train_ids), (held_out, held_out_ids) = trainer.load_data(args)
+    assert [prompt for prompt, _ in calls] == [p.prompt for p in train + held_out]
+    assert {str(style) for _, style in calls} == {str(("Be brief.", {"x": 1}))}
+    for problem, ids in zip(train + held_out, train_ids + held_out_ids, strict=True):
+        assert tokenizer.decode(ids) == (
+            f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{problem.prompt}"
+            "<|im_end|>\n<|im_start|>assistant\n"
+        )

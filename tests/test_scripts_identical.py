@@ -1,0 +1,177 @@
+"""The rules that one-file-a-method code stands on: one trainer, short lines, documented flags."""
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+SCRIPTS = sorted(ROOT.glob("grpo_*.py"))
+CODE = SCRIPTS + sorted((ROOT / "common").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").glob("*.py"))
+BEGIN, END = "# === CREDIT ===", "# === END CREDIT ==="
+REGION = re.compile(rf"^ *{BEGIN}\n.*?^ *{END}\n", re.DOTALL | re.MULTILINE)
+
+# Flags that TRL lacks, in the shared part of the scripts. Every other one has TRL's name, so that
+# a TRL command line carries over; think twice before adding to this list.
+OURS = {
+    "eval_dataset_name": "evaluates on another set than the test split",
+    "prompt_column": "TRL wants the columns renamed beforehand",
+    "answer_column": "TRL leaves it to the reward function",
+    "system_prompt": "TRL wants it in the data",
+    "rollout_weights": "how our own decode loop runs; TRL samples through vLLM or generate()",
+    "max_eval_samples": "held-out problems to evaluate on",
+}
+TRL_DATACLASSES = ("GRPOConfig", "ModelConfig", "ScriptArguments")
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def shared_lines(source: str) -> list[tuple[int, str]]:
+    """Line number and line of what must be the same in every script.
+
+    The docstring's lines are dropped and each CREDIT region is cut down to its two marks, so a
+    region that moves is a difference too.
+    """
+    docstring = ast.parse(source).body[0]
+    lines, inside = [], False
+    for number, line in enumerate(source.split("\n"), 1):
+        inside = inside and line.strip() != END
+        if not inside and not docstring.lineno <= number <= docstring.end_lineno:
+            lines.append((number, line))
+        inside = inside or line.strip() == BEGIN
+    return lines
+
+
+def first_difference(source: str, other: str) -> str | None:
+    """Where the shared parts of two scripts first differ; None where they are the same."""
+    left, right = shared_lines(source), shared_lines(other)
+    for (n, a), (m, b) in zip(left, right):  # noqa: B905
+        if a != b:
+            return f"line {n}: {a!r}\nline {m}: {b!r}"
+    if len(left) == len(right):
+        return None
+    longer, place = max(left, right, key=len), min(len(left), len(right))
+    return f"one goes on with line {longer[place][0]}: {longer[place][1]!r}"
+
+
+# --------------------------------------------------------------------------------- one trainer
+@pytest.mark.parametrize("script", SCRIPTS, ids=ids)
+def test_scripts_are_identical_outside_docstring_and_credit_regions(script):
+    difference = first_difference(SCRIPTS[0].read_text(), script.read_text())
+    assert difference is None, f"{SCRIPTS[0].name} and {script.name} differ:\n{difference}"
+    for path in (SCRIPTS[0], script):  # bytes that reading as text would hide
+        assert b"\r" not in path.read_bytes() and path.read_bytes().startswith(b'"""'), path.name
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=ids)
+def test_credit_regions_are_well_formed(script):
+    """Two: flags inside Args, functions between the batch and the objective."""
+    source = script.read_text()
+    marks = re.findall(r"^ *(# ===.*?)\s*$", source, re.MULTILINE)
+    assert marks == [BEGIN, END] * 2, marks
+    tree, lines = ast.parse(source), source.split("\n")
+    places = [n for n, line in enumerate(lines, 1) if line.strip() in (BEGIN, END)]
+    args = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
+    assert args.lineno < places[0] < places[1] <= args.end_lineno
+    for node in tree.body:  # the second region holds whole definitions
+        inside = [places[2] < n < places[3] for n in (node.lineno, node.end_lineno)]
+        assert inside[0] == inside[1], f"line {node.lineno} straddles a mark"
+    functions = {n.name: n.lineno for n in tree.body if isinstance(n, ast.FunctionDef)}
+    for name in ("needs_base", "token_scores", "assign_credit", "surrogate_terms"):
+        assert places[2] < functions[name] < places[3], name
+    assert ast.get_docstring(tree), "no module docstring"
+
+
+def test_the_comparison_sees_every_difference():
+    """The helper itself: what it must ignore, and what it must not."""
+    source = SCRIPTS[0].read_text()
+    docstring = '"""Another."""' + source.split('"""', 2)[2]
+    assert first_difference(source, docstring) is None
+    replaced = REGION.sub(f"    {BEGIN}\n    x = 1\n    {END}\n", source, count=1)
+    assert replaced != source and first_difference(source, replaced) is None
+    for old, new in (
+        ("import torch\n", "import torch \n"),
+        ("learning_rate: float = flag(2e-3", "learning_rate: float = flag(3e-3"),
+        (f"{END}\n\n\n", f"{END}\n\n\n\n"),
+        (f"    {END}\n    # optimiser\n", f"    # optimiser\n    {END}\n"),
+        ('if __name__ == "__main__":\n    main()\n', ""),
+    ):
+        assert old in source, old
+        assert first_difference(source, source.replace(old, new, 1)) is not None, (old, new)
+    assert first_difference(source, source + "main()\n") is not None
+
+
+# ------------------------------------------------------------------------------------- style
+@pytest.mark.parametrize("path", CODE + TESTS, ids=ids)
+def test_no_line_is_over_100_columns(path):
+    widths = [len(line) for line in path.read_text().split("\n")]
+    long = [f"line {n}: {width}" for n, width in enumerate(widths, 1) if width > 100]
+    assert not long, f"{ids(path)}: {long}"
+
+
+def long_functions(source: str, limit: int = 60) -> list[str]:
+    """Functions of more than `limit` lines, from the `def` to the last line."""
+    functions = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    sizes = {f"{f.name} (line {f.lineno})": f.end_lineno - f.lineno + 1 for f in functions}
+    return [f"{name}: {size} lines" for name, size in sizes.items() if size > limit]
+
+
+@pytest.mark.parametrize("path", CODE, ids=ids)
+def test_no_function_is_over_60_lines(path):
+    long = long_functions(path.read_text())
+    assert not long, f"{ids(path)}: {long}"
+
+
+def test_long_functions_are_found():
+    body = "def f():\n" + "    x = 1\n" * 59
+    assert long_functions(body) == [] and len(long_functions(body + "    x = 1\n")) == 1
+    assert len(long_functions("class A:\n    def f(self):\n" + "        x = 1\n" * 60)) == 1
+
+
+# ------------------------------------------------------------------------------------- flags
+def args_class(script: Path):
+    return importlib.import_module(script.stem).Args
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=ids)
+def test_every_flag_has_help(script):
+    for field in dataclasses.fields(args_class(script)):
+        assert len(field.metadata.get("help", "")) > 5, f"--{field.name} has no help text"
+
+
+def shared_flags(script: Path) -> set[str]:
+    """Names of the flags outside the CREDIT region."""
+    tree = ast.parse(REGION.sub("", script.read_text()))
+    args = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
+    return {n.target.id for n in args.body if isinstance(n, ast.AnnAssign)}
+
+
+def trl_flags() -> set[str]:
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("trl is not installed: its names of flags cannot be looked up")
+    import trl
+
+    return {f.name for name in TRL_DATACLASSES for f in dataclasses.fields(getattr(trl, name))}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=ids)
+def test_a_methods_flags_collide_with_no_shared_one(script):
+    names = [field.name for field in dataclasses.fields(args_class(script))]
+    assert "credit" in names and "credit" not in shared_flags(script)
+    assert len(names) == len(set(names)) and shared_flags(script) < set(names)
+
+
+def test_flags_have_trls_names_or_are_on_the_list():
+    own = shared_flags(SCRIPTS[0]) - trl_flags()
+    assert own == set(OURS), f"not in TRL: {sorted(own)}; on the list: {sorted(OURS)}"
