@@ -40,13 +40,24 @@ from peft import LoraConfig, get_peft_model
 from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from transformers import HfArgumentParser, StaticCache, get_scheduler
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    HfArgumentParser,
+    StaticCache,
+    get_scheduler,
+)
 from transformers.utils import logging as transformers_logging
 
-from common.data import DataError, Problem, encode_prompt, first_error, load_problems, problem_at
-from common.metrics import RunLog, credit_group, eval_metrics, peak_memory_gb, rollout_metrics
-from common.metrics import write_report
+from common.data import DataError, Problem, first_error, load_data, problem_at
+from common.metrics import (
+    RunLog,
+    credit_group,
+    eval_metrics,
+    peak_memory_gb,
+    rollout_metrics,
+    write_report,
+)
 from common.reward import Grader
 
 SCRIPT = Path(__file__).resolve()
@@ -117,7 +128,9 @@ class Args:
     learning_rate: float = flag(4e-3, "AdamW's peak (LoRA wants 10-100x full fine-tuning's)")
     weight_decay: float = flag(0.0, "AdamW's weight decay")
     warmup_steps: int = flag(3, "steps of linear warm-up")
-    lr_scheduler_type: str = flag("cosine", "cosine | linear | constant_with_warmup | ...")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
+        "cosine", "after the warm-up (which constant has not)"
+    )
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     max_steps: int = flag(50, "updates; 0 evaluates and stops")
     seed: int = flag(1, "of the adapter, the data order and every sample")
@@ -128,6 +141,16 @@ class Args:
     per_device_eval_batch_size: int = flag(256, "completions generated at once in evaluation")
     output_dir: str | None = flag(None, "default runs/<script>-<credit>-<seed>")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "a tracker")
+
+
+POSITIVE = (
+    "max_completion_length per_device_train_batch_size gradient_accumulation_steps temperature "
+    "top_p epsilon num_iterations max_eval_samples num_generations_eval lora_r learning_rate "
+    "per_device_eval_batch_size steps_per_generation"
+).split()
+NOT_NEGATIVE = (
+    "max_steps seed top_k beta max_grad_norm weight_decay warmup_steps eval_steps".split()
+)
 
 
 def fail(message: str) -> None:
@@ -147,35 +170,32 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
     args.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     args.output_dir = args.output_dir or f"runs/{SCRIPT.stem}-{args.credit}-{args.seed}"
-    for name in POSITIVE:
-        if not getattr(args, name) > 0:
-            fail(f"--{name} must be above 0")
-    if args.num_generations < 2:
-        fail("--num_generations must be at least 2: a group of one has no advantage")
-    if args.steps_per_generation % args.gradient_accumulation_steps:
-        fail("--steps_per_generation must be a multiple of --gradient_accumulation_steps")
     total = args.per_device_train_batch_size * args.steps_per_generation
     total *= int(os.environ.get("WORLD_SIZE", 1))
-    if total % args.num_generations:
-        fail(
-            f"--num_generations {args.num_generations} must divide the rollout of {total} "
-            "(--per_device_train_batch_size x --steps_per_generation x processes)"
-        )
-    if args.top_p > 1:
-        fail("--top_p must be at most 1")
-    if args.report_to != "none" and importlib.util.find_spec(args.report_to) is None:
-        fail(f"--report_to {args.report_to} needs: pip install {args.report_to}")
-    with contextlib.suppress(ValueError):
-        if isinstance(json.loads(args.chat_template_kwargs), dict):
-            return args
-    return fail('--chat_template_kwargs must be JSON such as {"enable_thinking": false}')
-
-
-POSITIVE = (
-    "max_completion_length per_device_train_batch_size gradient_accumulation_steps temperature "
-    "top_p epsilon num_iterations max_eval_samples num_generations_eval lora_r learning_rate "
-    "per_device_eval_batch_size"
-).split()
+    try:
+        template_is_object = isinstance(json.loads(args.chat_template_kwargs), dict)
+    except ValueError:
+        template_is_object = False
+    wrong = {f"--{name} must be above 0": not getattr(args, name) > 0 for name in POSITIVE}
+    wrong |= {f"--{name} must be 0 or more": not getattr(args, name) >= 0 for name in NOT_NEGATIVE}
+    wrong |= {
+        "--top_p must be at most 1": args.top_p > 1,
+        "--lora_dropout must be at least 0 and below 1": not 0 <= args.lora_dropout < 1,
+        "--num_generations must be at least 2: a group of one has no advantage":
+            args.num_generations < 2,
+        "--steps_per_generation must be a multiple of --gradient_accumulation_steps":
+            args.steps_per_generation % max(args.gradient_accumulation_steps, 1),
+        f"--num_generations {args.num_generations} must divide the rollout of {total} completions "
+        "(--per_device_train_batch_size x --steps_per_generation x processes)":
+            total % max(args.num_generations, 1),
+        f"--report_to {args.report_to} needs: pip install {args.report_to}":
+            args.report_to != "none" and importlib.util.find_spec(args.report_to) is None,
+        '--chat_template_kwargs must be JSON such as {"enable_thinking": false}':
+            not template_is_object,
+    }  # fmt: skip
+    for message in (message for message, is_wrong in wrong.items() if is_wrong):
+        fail(message)
+    return args
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,12 +263,10 @@ def generate(
         sampling: temperature, top_k and top_p of `sample_tokens`.
     """
     (batch, length), width, device = u.shape, max(map(len, prompts)), u.device
-    ids = torch.full((batch, width + length), pad_id)
-    prompt_mask = torch.zeros(batch, width, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) : width] = torch.tensor(prompt)
-        prompt_mask[row, width - len(prompt) :] = True
-    ids, prompt_mask = ids.to(device), prompt_mask.to(device)
+    rows = [[pad_id] * (width - len(prompt)) + prompt + [pad_id] * length for prompt in prompts]
+    ids = torch.tensor(rows, device=device)  # [B, P + T]
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    prompt_mask = torch.arange(width, device=device) >= width - prompt_lengths[:, None]  # [B, P]
     cache = StaticCache(config=model.config, max_cache_len=width + length)
     low = torch.finfo(model.dtype).min  # not -inf: a row that sees nothing must not become NaN
     mask = torch.full((batch, 1, 1, width + length), low, dtype=model.dtype, device=device)
@@ -737,47 +755,17 @@ def use_every_core() -> None:
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def load_data(args: Args):
-    """Tokenizer, problems and prompts, checked against the model's context before it is loaded."""
-    where = {"revision": args.model_revision}
-    try:
-        config = AutoConfig.from_pretrained(args.model_name_or_path, **where).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **where)
-        sets = load_problems(args)
-    except (OSError, ValueError) as error:
-        fail(f"cannot load --model_name_or_path {args.model_name_or_path}: {str(error)[:300]}")
-    except DataError as error:
-        fail(error)
-    if tokenizer.eos_token_id is None:
-        fail("the tokenizer has no EOS token, so no completion ends: set eos_token in its files")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths
-    style = (args.system_prompt, json.loads(args.chat_template_kwargs))
-    prompts = [[encode_prompt(tokenizer, p.prompt, *style) for p in problems] for problems in sets]
-    longest = max(map(len, prompts[0] + prompts[1]))
-    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    if longest + args.max_completion_length > context:
-        fail(
-            f"the longest prompt ({longest} tokens) and --max_completion_length exceed the model's "
-            f"context of {context}: set it to {context - longest} or less"
-        )
-    return tokenizer, (sets[0], prompts[0]), (sets[1], prompts[1])
-
-
-def load_dense(args: Args, device: torch.device) -> torch.nn.Module | None:
+def load_dense(args: Args, model: torch.nn.Module) -> torch.nn.Module | None:
     """A dense copy of the base for rollouts, None where they go through the adapter."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    where = {"revision": args.model_revision, "dtype": dtype, "device_map": {"": device}}
+    device, dtype = model.device, torch.bfloat16 if model.device.type == "cuda" else torch.float32
     if args.rollout_weights == "auto":
         free = psutil.virtual_memory().available
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-        with torch.device("meta"):
-            config = AutoConfig.from_pretrained(args.model_name_or_path)
-            size = AutoModelForCausalLM.from_config(config, dtype=dtype).get_memory_footprint()
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free
+        size = model.get_base_model().num_parameters() * dtype.itemsize
         args.rollout_weights = "merged" if 3 * size < free else "adapter"  # room for the KV cache
     if args.rollout_weights == "adapter":
         return None
+    where = {"revision": args.model_revision, "dtype": dtype, "device_map": {"": device}}
     return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **where).eval()
 
 
@@ -820,15 +808,18 @@ def load_policy(args: Args, device: torch.device) -> torch.nn.Module:
             quantization_config=nf4 if args.load_in_4bit else None,
             device_map={"": device},
         )
-        for module in model.modules():
-            # On a CPU with AVX512-BF16, bitsandbytes would repack the weights in the first forward
-            # without gradients and train on wrong ones from then on.
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False
-        set_seed(args.seed)  # the same adapter on every process
-        model = get_peft_model(model, lora)
     except (OSError, ValueError) as error:
         fail(f"cannot load --model_name_or_path {args.model_name_or_path}: {str(error)[:300]}")
+    for module in model.modules():
+        # On a CPU with AVX512-BF16, bitsandbytes would repack the weights in the first forward
+        # without gradients and train on wrong ones from then on.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    set_seed(args.seed)  # the same adapter on every process
+    try:
+        model = get_peft_model(model, lora)
+    except ValueError as error:
+        fail(f"--lora_target_modules {' '.join(targets)}: {str(error)[:300]}")
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -898,7 +889,7 @@ def build_run(args: Args, tokenizer, grader: Grader) -> Run:
     eos = model.generation_config.eos_token_id  # all else in the generation config is ignored
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     eos_ids = torch.tensor(sorted(eos), device=accelerator.device)
-    dense = load_dense(args, accelerator.device)
+    dense = load_dense(args, model)
     state = (model, optimizer, scheduler, tokenizer, eos_ids, grader, dense)
     return Run(args, accelerator, policy, *state)
 
@@ -909,7 +900,13 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # peft asks transformers
     use_every_core()
-    tokenizer, train_set, held_out = load_data(args)
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        tokenizer, train_set, held_out = load_data(args)
+    except DataError as error:
+        fail(error)
+    except OSError as error:
+        fail(f"cannot write to --output_dir {args.output_dir}: {error.strerror}")
     run, config = build_run(args, tokenizer, Grader()), dataclasses.asdict(args)
     is_main = run.accelerator.is_main_process
     log = RunLog(args.output_dir if is_main else None, config)

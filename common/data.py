@@ -3,9 +3,11 @@
 import functools
 import hashlib
 import itertools
+import json
 import os
 import random
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -313,3 +315,42 @@ def encode_prompt(
             f"the chat template fails, check --system_prompt and --chat_template_kwargs: {error}"
         ) from error
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def load_data(args):
+    """Tokenizer, (problems, prompts) to train on and (problems, prompts) held out.
+
+    Everything is checked against the model's context before the model is loaded.
+
+    Args:
+        args: the flags of `load_problems`, model_*, system_prompt, chat_template_kwargs and
+            max_completion_length.
+    Raises:
+        DataError: with a sentence for the user.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    name, where = args.model_name_or_path, {"revision": args.model_revision}
+    try:
+        config = AutoConfig.from_pretrained(name, **where).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(name, **where)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot load --model_name_or_path {name}: {str(error)[:300]}") from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer of {name} has no EOS token: set eos_token in its files")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # the trainer's masks come from lengths
+    sets, style = load_problems(args), (args.system_prompt, json.loads(args.chat_template_kwargs))
+    prompts = [[encode_prompt(tokenizer, p.prompt, *style) for p in problems] for problems in sets]
+    if not all(prompts[0] + prompts[1]):
+        raise DataError(f"the tokenizer of {name} turns a prompt into no tokens: give another model")
+    longest = max(map(len, prompts[0] + prompts[1]))
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if longest + args.max_completion_length > context:
+        left = context - longest
+        advice = f"set it to {left} or less" if left > 0 else "leave the long prompts out"
+        raise DataError(
+            f"the longest prompt ({longest} tokens) and --max_completion_length exceed the model's "
+            f"context of {context}: {advice}"
+        )
+    return tokenizer, (sets[0], prompts[0]), (sets[1], prompts[1])

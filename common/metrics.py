@@ -243,12 +243,12 @@ def _line(ax: Any, rows: list[dict], key: str, label: str, color: str, smooth: b
 
 def _accuracy_panel(ax: Any, rows: list[dict]) -> None:
     evals = [{**row["eval"], "step": row["step"]} for row in rows if row.get("eval")]
-    _line(ax, rows, "reward", "train reward", GREY)
+    _line(ax, rows, "reward", "reward", GREY)
     _line(ax, evals, "sampled_accuracy", "sampled", BLUE, smooth=False)
     _line(ax, evals, "greedy_accuracy", "greedy", ORANGE, smooth=False)
-    names = dict.fromkeys(key for row in evals for key in row if key.startswith("pass@"))
-    for name, color in zip(names, (GREEN, PURPLE, SKY)):
-        _line(ax, evals, name, name, color, smooth=False)
+    names = list(dict.fromkeys(key for row in evals for key in row if key.startswith("pass@")))
+    for name in names[-1:]:  # the largest k; all stand in metrics.jsonl
+        _line(ax, evals, name, name, GREEN, smooth=False)
 
 
 def _two_scales(ax: Any, rows: list[dict], left: tuple, right: tuple, percent: bool) -> None:
@@ -326,10 +326,11 @@ def _finish_panel(ax: Any, name: str, rows: list[dict]) -> None:
         ax.text(0.5, 0.5, "not logged", ha="center", color=GREY, transform=ax.transAxes)
         return
     if any(labels):
-        ax.legend(
+        legend = ax.legend(
             handles, labels, loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=len(labels),
             frameon=False, handlelength=1.1, handletextpad=0.4, columnspacing=1.0, fontsize=12,
         )  # fmt: skip
+        legend.set_in_layout(False)  # a wide one must not narrow its panel
     ax.grid(axis="y", color="#e3e6ea", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.tick_params(length=0)
@@ -448,13 +449,14 @@ def credit_group(
         return []
     order = batch.rewards[first : first + size].argsort(descending=True, stable=True).tolist()
     problem, completions = problems[first], []
-    for row in sorted({first + i for i in order[:2] + order[-2:]}, key=lambda r: order.index(r - first)):
+    for row in dict.fromkeys(first + i for i in order[:2] + order[-2:]):  # without repeats
         ids = batch.ids[row, batch.prompt_width :][batch.mask[row]].tolist()
         pieces = [tokenizer.decode([i]) for i in ids]
         roles = token_roles(pieces, problem) if problem.steps else [""] * len(ids)
         columns = (c[row, : len(ids)].tolist() for c in (batch.weights, batch.entropy, batch.logp))
         names = ("text", "role", "weight", "entropy", "logp")
-        tokens = [dict(zip(names, v, strict=True)) for v in zip(pieces, roles, *columns, strict=True)]
+        values = zip(pieces, roles, *columns, strict=True)
+        tokens = [dict(zip(names, value, strict=True)) for value in values]
         facts = {k: getattr(batch, k + "s")[row].item() for k in ("reward", "advantage")}
         completions.append(facts | {"truncated": batch.truncated[row].item(), "tokens": tokens})
     prompt = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
@@ -547,8 +549,9 @@ def write_report(
         for group in groups:
             for completion in group["completions"]:
                 text = "".join(token["text"] for token in completion["tokens"])
-                facts = {k: v for k, v in (group | completion).items() if k not in ("completions", "tokens")}
-                file.write(json.dumps(facts | {"completion": text}) + "\n")
+                row = group | completion | {"completion": text}
+                del row["completions"], row["tokens"]
+                file.write(json.dumps(row) + "\n")
     method = f"GRPO with {config['credit']} credit"
     card = str(folder / "adapter" / "README.md")
     write_model_card(card, config["model_name_or_path"], method, config, before, after)

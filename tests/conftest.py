@@ -26,7 +26,7 @@ def randomise_adapter(model, scale: float = 0.05) -> None:
 
 @pytest.fixture
 def make_run():
-    """make_run(num_generations=4, ...) -> a Run on the tiny policy, with an adapter that matters."""
+    """make_run(num_generations=4, ...) -> a Run on the tiny policy, with an adapter that acts."""
 
     def make(module=trainer, model: str = TINY, adapter: float = 0.05, **flags):
         argv = ["--model_name_or_path", model, "--per_device_train_batch_size", "8"]

@@ -64,7 +64,9 @@ def test_weights_by_hand():
     scores = torch.tensor([[1.0, 3.0, 0.0, 9.0], [2.0, 2.0, 2.0, 7.0]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).bool()
     one = trainer.normalise(scores, mask, 1.0)
-    assert torch.allclose(one, torch.tensor([[0.75, 2.25, 0, 0], [8 / 13] * 3 + [28 / 13]]), atol=1e-6)
+    assert torch.allclose(
+        one, torch.tensor([[0.75, 2.25, 0, 0], [8 / 13] * 3 + [28 / 13]]), atol=1e-6
+    )
     two = trainer.normalise(scores, mask, 2.0)
     assert torch.allclose(two[0], torch.tensor([0.3, 2.7, 0, 0]), atol=1e-6)
 
@@ -113,7 +115,12 @@ def test_scoring_leaves_gradients_and_weights_alone(make_run):
 
 def test_arca_costs_one_forward_more_than_uniform(make_run):
     """Its base pass and the KL's are the same one."""
-    for credit, beta, passes in (("uniform", 0, 1), ("arca", 0, 2), ("arca", 0.1, 2), ("uniform", 0.1, 2)):
+    for credit, beta, passes in (
+        ("uniform", 0, 1),
+        ("arca", 0, 2),
+        ("arca", 0.1, 2),
+        ("uniform", 0.1, 2),
+    ):
         run = make_run(credit=credit, beta=beta)
         calls = []
         run.model.get_base_model().model.register_forward_hook(lambda *_, c=calls: c.append(1))

@@ -1,4 +1,4 @@
-"""The trainer: sampling, log-probs, masks, normalisers, the loss. PITFALLS are in the docstrings."""
+"""The trainer: sampling, log-probs, masks, normalisers, the loss. Docstrings name the pitfalls."""
 
 import json
 import math
@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, TINY, random_batch, randomise_adapter
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 import grpo_arca as trainer
@@ -150,7 +149,12 @@ def test_masks_come_from_lengths_and_every_eos_ends(make_run):
     script = torch.tensor([[5, 2, 9, 9], [7, 7, 0, 9], [2, 9, 9, 9], [5, 6, 7, 8]])
     model = Scripted(script, run.model.get_base_model())
     out = trainer.generate(model, [[4, 4]] * 4, torch.rand(4, 4), torch.tensor([0, 2]), 2, **FULL)
-    assert out.attention[:, 2:].int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1] * 4]
+    assert out.attention[:, 2:].int().tolist() == [
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [1, 0, 0, 0],
+        [1] * 4,
+    ]
     assert out.stopped.tolist() == [True, True, True, False]
     assert out.ids[0, 2:].tolist() == [5, 2, 2, 2]  # padding is the pad id, here an EOS id
 
@@ -209,8 +213,12 @@ def test_log_probs_entropies_and_hidden_states(make_run, temperature):
             logp = (out.logits[0, -length - 1 : -1] / temperature).log_softmax(-1)
             target = ids[0, -length:]
             stats = run.policy(batch.ids, batch.attention, width)
-            assert torch.allclose(stats.logp[row, :length], logp.gather(1, target[:, None])[:, 0], atol=1e-4)
-            assert torch.allclose(stats.entropy[row, :length], -(logp.exp() * logp).sum(1), atol=1e-4)
+            assert torch.allclose(
+                stats.logp[row, :length], logp.gather(1, target[:, None])[:, 0], atol=1e-4
+            )
+            assert torch.allclose(
+                stats.entropy[row, :length], -(logp.exp() * logp).sum(1), atol=1e-4
+            )
             hidden = out.hidden_states[-1][0, -length - 1 : -1]
             assert torch.allclose(stats.hidden[row, :length], hidden, atol=1e-4)
 
@@ -236,7 +244,9 @@ def test_padding_with_learned_positions():
     for row, prompt in enumerate(prompts):
         alone = trainer.generate(model, [prompt], u[row : row + 1], torch.tensor([0]), 0, **FULL)
         real = together.attention[row, together.prompt_width :]
-        assert torch.equal(together.ids[row, together.prompt_width :][real], alone.ids[0, len(prompt) :])
+        assert torch.equal(
+            together.ids[row, together.prompt_width :][real], alone.ids[0, len(prompt) :]
+        )
 
 
 def test_gradients_are_the_same_before_and_after_a_rollout(make_run):
@@ -263,7 +273,9 @@ def test_the_base_is_nf4_and_only_the_adapter_trains(make_run):
     run = make_run()
     trained = [n for n, p in run.model.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name for name in trained)
-    weights = {id(w): w for m in run.model.modules() if (w := getattr(m, "weight", None)) is not None}
+    weights = {
+        id(w): w for m in run.model.modules() if (w := getattr(m, "weight", None)) is not None
+    }
     states = [w.quant_state for w in weights.values() if hasattr(w, "quant_state")]
     assert len(states) == 28 and all(s.quant_type == "nf4" and s.nested for s in states)
 
@@ -275,9 +287,13 @@ def test_group_advantages_by_hand():
     std = math.sqrt((0.75**2 + 3 * 0.25**2) / 3)
     assert torch.allclose(group[0], torch.tensor([0.75, -0.25, -0.25, -0.25]) / (std + 1e-4))
     assert (group[1:3] == 0).all()  # PITFALLS 9: exactly, also where the mean is inexact
-    assert torch.allclose(trainer.group_advantages(rewards, "none")[3], torch.tensor([0.5, 0.5, -0.5, -0.5]))
+    assert torch.allclose(
+        trainer.group_advantages(rewards, "none")[3], torch.tensor([0.5, 0.5, -0.5, -0.5])
+    )
     batch = trainer.group_advantages(rewards, "batch")
-    assert torch.allclose(batch[0], torch.tensor([0.75, -0.25, -0.25, -0.25]) / (rewards.std() + 1e-4))
+    assert torch.allclose(
+        batch[0], torch.tensor([0.75, -0.25, -0.25, -0.25]) / (rewards.std() + 1e-4)
+    )
 
 
 def loss_and_gradient(args, batch, logp, old_logp, completions=None, tokens=None):
@@ -365,7 +381,9 @@ def test_uniform_is_plain_grpo_bit_for_bit(make_run):
     batch.scores = torch.ones_like(batch.logp)
     trainer.assign_credit(run, batch)
     assert torch.equal(batch.weights, batch.mask.float())
-    logp = batch.logp + 0.3 * torch.randn(batch.logp.shape, generator=torch.Generator().manual_seed(2))
+    logp = batch.logp + 0.3 * torch.randn(
+        batch.logp.shape, generator=torch.Generator().manual_seed(2)
+    )
     loss, gradient, _ = loss_and_gradient(run.args, batch, logp, batch.logp)
     leaf = logp.clone().requires_grad_()
     ratio = torch.where(batch.mask, leaf - batch.logp, 0.0).exp()
@@ -469,7 +487,7 @@ def test_a_second_iteration_is_clipped_against_the_first(make_run):
 
 
 def test_kl_pulls_towards_the_base(make_run):
-    """beta > 0: at advantage 0 the gradient is the k3 KL's alone, against autograd on the formula."""
+    """beta > 0: at advantage 0 the gradient is the k3 KL's alone; autograd on the formula agrees."""
     batch, args = random_batch(), flags(beta=0.5)
     batch.advantages = torch.zeros(8)
     loss, gradient, _ = loss_and_gradient(args, batch, batch.logp, batch.logp)
@@ -572,7 +590,9 @@ def test_two_processes_under_accelerate_launch(tmp_path):
         assert torch.allclose(value, adapters[1][name], atol=2e-4), name
 
 
-@pytest.mark.parametrize(("launched", "user", "expected"), [(1, 0, 1), (1, 1, 0), (0, 0, 1), (0, 1, 0)])
+@pytest.mark.parametrize(
+    ("launched", "user", "expected"), [(1, 0, 1), (1, 1, 0), (0, 0, 1), (0, 1, 0)]
+)
 def test_every_core_unless_the_user_set_threads(monkeypatch, launched, user, expected):
     """PITFALLS 16: `accelerate launch` sets OMP_NUM_THREADS=1 itself; a user's own value stays."""
     calls = []

@@ -1,10 +1,10 @@
 """Makes the tiny policy beside this file: a Qwen3-shaped model that can do chain arithmetic, badly.
 
-    python -m common.tiny_policy.make          # seeded; about MINUTES minutes on 2 CPU cores
+    python -m common.tiny_policy.make          # seeded; about 25 minutes on 2 CPU cores
 
-It is trained first on right demonstrations and then on ones that drop a carry or a borrow more often
-than not, so that sampling solves about a third of the held-out problems: the skill is there, and
-reinforcement has something to sharpen. It never sees a held-out problem.
+It is trained first on right demonstrations and then on ones that drop a carry or a borrow more
+often than not, so that sampling solves about three in ten held-out problems: the skill is there,
+and reinforcement has something to sharpen. It never sees a held-out problem.
 """
 
 import math
@@ -26,7 +26,11 @@ BEGIN = ["We begin at {v}.", "Let us start with {v}.", "First we have {v}."]
 LINK = ["", "Then ", "Next ", "Now ", "After that "]
 STEP = {
     "add": ["adding {k} gives {r}.", "we add {k} and get {r}.", "plus {k} makes {r}."],
-    "subtract": ["taking away {k} gives {r}.", "we subtract {k} and get {r}.", "minus {k} makes {r}."],
+    "subtract": [
+        "taking away {k} gives {r}.",
+        "we subtract {k} and get {r}.",
+        "minus {k} makes {r}.",
+    ],
     "multiply": ["{w}ing it gives {r}.", "we {x} it and get {r}.", "{x} that makes {r}."],
 }
 END = [
@@ -146,7 +150,9 @@ def batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, slips: bool):
         labels.append([-100] * len(prompt_ids) + completion_ids)
     width = max(map(len, ids))
     return (
-        torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]),  # [B, T]
+        torch.tensor(
+            [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
+        ),  # [B, T]
         torch.tensor([row + [-100] * (width - len(row)) for row in labels]),  # [B, T]
     )
 

@@ -1,0 +1,1131 @@
+"""GRPO with OAR token credit on a QLoRA policy, in one file.
+
+    accelerate launch grpo_oar.py                         # embedded tiny policy and task, on a CPU
+    accelerate launch grpo_oar.py --credit oar_p          # a forward for every token
+    accelerate launch grpo_oar.py --credit uniform        # plain GRPO, the baseline
+    accelerate launch grpo_oar.py --model_name_or_path Qwen/Qwen3-1.7B \\
+        --dataset_name DigitalLearningGmbH/MATH-lighteval --max_completion_length 1024 ...
+    python grpo_oar.py --help                             # every flag
+
+OAR (Outcome-grounded Advantage Reshaping, arXiv 2601.07408) asks of every reasoning token how much
+the final answer hangs on it. The policy reads prompt, reasoning and a conclude string that asks for
+the answer again; p is its distribution of the answer there, at the sampling temperature.
+
+    OAR-P   I_t = KL(p || p with token t replaced by the pad token)
+    OAR-G   I_t = | <dJ / d embed_t, embed_t> |,  one backward for all t
+            J   = KL(p || p with N(0, 1e-3^2) added to the reasoning's embeddings)
+    n = minmax(log1p(I)),  tau = quantile(n, q)
+    w_t = max(n_t / tau, floor) where n_t < tau, else 1 + beta * (n_t - tau) / (1 - tau)
+    A_t = A_i * w_t * L / sum(w)                 so the mean over the L reasoning tokens is A_i
+
+Scores and gating are those of the authors' code. What that leaves open is a reconstruction here:
+the conclude string; the answer, which is the completion's own last non-empty \\boxed{}; and the
+reasoning, every token before the box's content. Other tokens weigh 1, and so do all tokens of a
+completion without an answer (no_answer_share) or with advantage 0, which is not scored.
+
+Everything between the CREDIT marks is this method; everything else is the trainer, and is the same
+to the byte in every grpo_*.py. Read `main` first, then upwards.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import psutil
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed, tqdm
+from peft import LoraConfig, get_peft_model
+from peft.utils.integrations import dequantize_bnb_weight
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    HfArgumentParser,
+    StaticCache,
+    get_scheduler,
+)
+from transformers.utils import logging as transformers_logging
+
+from common.data import DataError, Problem, first_error, load_data, problem_at
+from common.metrics import (
+    RunLog,
+    credit_group,
+    eval_metrics,
+    peak_memory_gb,
+    rollout_metrics,
+    write_report,
+)
+from common.reward import Grader
+
+SCRIPT = Path(__file__).resolve()
+
+
+def flag(default, help: str):
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags: TRL's names and meanings where TRL has the thing
+# --------------------------------------------------------------------------------------------------
+@dataclass
+class Args:
+    # model
+    model_name_or_path: str = flag(str(SCRIPT.parent / "common/tiny_policy"), "Hub id or folder")
+    model_revision: str = flag("main", "branch, tag or commit of a Hub model")
+    load_in_4bit: bool = flag(True, "quantise the base to NF4 with double quantisation")
+    lora_r: int = flag(8, "rank of the adapter")
+    lora_alpha: int = flag(16, "the adapter is scaled by lora_alpha / lora_r")
+    lora_dropout: float = flag(0.0, "dropout before the adapter, in training forwards only")
+    lora_target_modules: list[str] = flag(["all-linear"], "layers that get an adapter")
+    # data
+    dataset_name: str = flag("chain_arithmetic", "embedded task, Hub id, or .jsonl/.json/.parquet")
+    dataset_config: str | None = flag(None, "configuration of a Hub data set")
+    dataset_train_split: str = flag("train", "split to train on")
+    dataset_test_split: str = flag("test", "split to evaluate on")
+    eval_dataset_name: str | None = flag(None, "evaluate on this set instead of the test split")
+    prompt_column: str | None = flag(None, "column of the problem, if not problem|question|prompt")
+    answer_column: str | None = flag(None, "column of the gold answer, if not answer|solution")
+    system_prompt: str | None = flag(None, "system message before every problem")
+    chat_template_kwargs: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
+    # rollout
+    num_generations: int = flag(8, "completions per prompt: the group G")
+    max_completion_length: int = flag(80, "longest completion in tokens")
+    temperature: float = flag(1.0, "sampling temperature, also of the trained log-probs")
+    top_p: float = flag(1.0, "sample from the smallest set of tokens with this mass; 1 is off")
+    top_k: int = flag(0, "sample from this many likeliest tokens; 0 is off")
+    rollout_weights: Literal["auto", "merged", "adapter"] = flag(
+        "auto", "sample through a dense copy of NF4 + LoRA (faster) | the adapter (no extra memory)"
+    )
+    # batch: prompts a step = batch size * accumulation * processes / num_generations
+    per_device_train_batch_size: int = flag(32, "completions per process and micro-batch")
+    gradient_accumulation_steps: int = flag(4, "micro-batches per update")
+    steps_per_generation: int | None = flag(
+        None, "micro-batches per rollout; default gradient_accumulation_steps: one update"
+    )
+    num_iterations: int = flag(1, "times each rollout is trained on (mu)")
+    gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory")
+    # objective
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag(
+        "grpo", "token mean per completion | over the global batch | per max_completion_length"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = flag("group", "std the advantage is over")
+    epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon")
+    epsilon_high: float | None = flag(None, "and above 1 + epsilon_high; default epsilon")
+    beta: float = flag(0.0, "weight of the k3 KL to the base (adapter disabled)")
+    mask_truncated_completions: bool = flag(False, "leave unfinished completions out of the loss")
+    # === CREDIT ===
+    credit: Literal["oar_g", "oar_p", "uniform", "random", "shuffled"] = flag(
+        "oar_g", "OAR by gradient | by perturbation | plain GRPO | controls with OAR-G's weights"
+    )
+    oar_quantile: float = flag(0.25, "q: scores below this quantile of a completion are damped")
+    oar_beta: float = flag(1.0, "what the largest score adds to a weight of 1")
+    oar_floor: float = flag(0.1, "the smallest weight, before the mass is kept")
+    oar_keep_mass: bool = flag(True, "scale the weights to mean 1 over the reasoning")
+    oar_answer_mode: Literal["auto", "last", "answer_mean", "answer_joint"] = flag(
+        "auto",
+        "compare the first answer token's distribution (auto of oar_p) | the softmax of the mean "
+        "logits of the answer's tokens (auto of oar_g) | their mean log-prob",
+    )
+    oar_noise_std: float = flag(1e-3, "OAR-G: std of the noise on the reasoning's embeddings")
+    oar_conclude: str = flag("\nThe final answer is \\boxed{", "asks for the answer again")
+    oar_max_tokens_per_micro_batch: int = flag(16384, "OAR-P: rows x length of one forward")
+
+    def __post_init__(self):
+        if not (0 <= self.oar_quantile <= 1 and 0 <= self.oar_floor <= 1 and self.oar_beta >= 0):
+            fail("--oar_quantile and --oar_floor must be between 0 and 1, --oar_beta at least 0")
+        if min(self.oar_noise_std, self.oar_max_tokens_per_micro_batch) <= 0:
+            fail("--oar_noise_std and --oar_max_tokens_per_micro_batch must be above 0")
+        if self.oar_answer_mode == "auto":
+            self.oar_answer_mode = "last" if self.credit == "oar_p" else "answer_mean"
+
+    # === END CREDIT ===
+    # optimiser
+    learning_rate: float = flag(4e-3, "AdamW's peak (LoRA wants 10-100x full fine-tuning's)")
+    weight_decay: float = flag(0.0, "AdamW's weight decay")
+    warmup_steps: int = flag(3, "steps of linear warm-up")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
+        "cosine", "after the warm-up (which constant has not)"
+    )
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    max_steps: int = flag(50, "updates; 0 evaluates and stops")
+    seed: int = flag(1, "of the adapter, the data order and every sample")
+    # evaluation and output
+    eval_steps: int = flag(25, "evaluate every so many updates; 0: before and after only")
+    max_eval_samples: int = flag(256, "held-out problems")
+    num_generations_eval: int = flag(4, "samples per held-out problem")
+    per_device_eval_batch_size: int = flag(256, "completions generated at once in evaluation")
+    output_dir: str | None = flag(None, "default runs/<script>-<credit>-<seed>")
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "a tracker")
+
+
+POSITIVE = (
+    "max_completion_length per_device_train_batch_size gradient_accumulation_steps temperature "
+    "top_p epsilon num_iterations max_eval_samples num_generations_eval lora_r learning_rate "
+    "per_device_eval_batch_size steps_per_generation"
+).split()
+NOT_NEGATIVE = (
+    "max_steps seed top_k beta max_grad_norm weight_decay warmup_steps eval_steps".split()
+)
+
+
+def fail(message: str) -> None:
+    """Ends the run for a user's mistake: one sentence, no stack, exit code 2."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"{SCRIPT.name}: error:", *str(message).split(), file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The flags, checked as far as they can be without a model or data."""
+    parser = HfArgumentParser(Args, description=__doc__)
+    parser.error = fail  # argparse would print the whole usage first
+    args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        fail(f"unknown flag {unknown[0]}: --help lists all")
+    args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
+    args.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    args.output_dir = args.output_dir or f"runs/{SCRIPT.stem}-{args.credit}-{args.seed}"
+    total = args.per_device_train_batch_size * args.steps_per_generation
+    total *= int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        template_is_object = isinstance(json.loads(args.chat_template_kwargs), dict)
+    except ValueError:
+        template_is_object = False
+    wrong = {f"--{name} must be above 0": not getattr(args, name) > 0 for name in POSITIVE}
+    wrong |= {f"--{name} must be 0 or more": not getattr(args, name) >= 0 for name in NOT_NEGATIVE}
+    wrong |= {
+        "--top_p must be at most 1": args.top_p > 1,
+        "--lora_dropout must be at least 0 and below 1": not 0 <= args.lora_dropout < 1,
+        "--num_generations must be at least 2: a group of one has no advantage":
+            args.num_generations < 2,
+        "--steps_per_generation must be a multiple of --gradient_accumulation_steps":
+            args.steps_per_generation % max(args.gradient_accumulation_steps, 1),
+        f"--num_generations {args.num_generations} must divide the rollout of {total} completions "
+        "(--per_device_train_batch_size x --steps_per_generation x processes)":
+            total % max(args.num_generations, 1),
+        f"--report_to {args.report_to} needs: pip install {args.report_to}":
+            args.report_to != "none" and importlib.util.find_spec(args.report_to) is None,
+        '--chat_template_kwargs must be JSON such as {"enable_thinking": false}':
+            not template_is_object,
+    }  # fmt: skip
+    for message in (message for message, is_wrong in wrong.items() if is_wrong):
+        fail(message)
+    return args
+
+
+# --------------------------------------------------------------------------------------------------
+# Rollout: our own decode loop over a static KV cache
+# --------------------------------------------------------------------------------------------------
+def random_stream(*key: object) -> torch.Generator:
+    """A generator that depends on `key` alone: no state to save, the same on every machine."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def sample_tokens(
+    logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Inverse-CDF sampling: a pure function of logits [B, V] and one uniform in [0, 1) a row [B].
+
+    Returns:
+        token [B] and its log-prob [B] at this temperature, before top_k and top_p, as trained.
+        Temperature 0 is greedy.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
+    logp = (logits / temperature).log_softmax(-1)  # [B, V]
+    probs = logp.exp()
+    if top_k > 0 or top_p < 1:
+        ordered, index = probs.sort(-1, descending=True)
+        if top_k > 0:
+            ordered[:, top_k:] = 0
+        ordered = ordered / ordered.sum(-1, keepdim=True)
+        mass_before = ordered.cumsum(-1) - ordered
+        probs = torch.zeros_like(probs).scatter(1, index, ordered * (mass_before < top_p))
+    cdf = probs.cumsum(-1)
+    total = cdf[:, -1:]  # 1 but for rounding
+    # Strictly below the total, or rounding would let u near 1 pick an impossible last token.
+    threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    token = torch.searchsorted(cdf, threshold, right=True).squeeze(1)
+    return token, logp.gather(1, token[:, None]).squeeze(1)
+
+
+class Completions(NamedTuple):
+    ids: Tensor  # [B, P + T]: prompts left-padded, completions right-padded
+    attention: Tensor  # [B, P + T] bool: real tokens, each completion's stop token included
+    prompt_width: int  # P
+    stopped: Tensor  # [B] bool: ended by a stop token, not by the length limit
+    logp: Tensor  # [B, T]: of each sampled token, 0 after the end
+
+    def texts(self, tokenizer) -> list[str]:
+        lengths = self.attention[:, self.prompt_width :].sum(1).tolist()
+        rows = zip(self.ids[:, self.prompt_width :].tolist(), lengths, strict=True)
+        return tokenizer.batch_decode([ids[:n] for ids, n in rows], skip_special_tokens=True)
+
+
+@torch.no_grad()
+def generate(
+    model, prompts: list[list[int]], u: Tensor, eos_ids: Tensor, pad_id: int, **sampling
+) -> Completions:
+    """Samples a completion of up to T tokens for each prompt.
+
+    Masks come from lengths, never from token ids: a pad token may be a stop token. After the
+    prefill every token runs the same `step` on the same buffers, without a word from the host.
+
+    Args:
+        u: uniforms [B, T] on the model's device.
+        sampling: temperature, top_k and top_p of `sample_tokens`.
+    """
+    (batch, length), width, device = u.shape, max(map(len, prompts)), u.device
+    rows = [[pad_id] * (width - len(prompt)) + prompt + [pad_id] * length for prompt in prompts]
+    ids = torch.tensor(rows, device=device)  # [B, P + T]
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    prompt_mask = torch.arange(width, device=device) >= width - prompt_lengths[:, None]  # [B, P]
+    cache = StaticCache(config=model.config, max_cache_len=width + length)
+    low = torch.finfo(model.dtype).min  # not -inf: a row that sees nothing must not become NaN
+    mask = torch.full((batch, 1, 1, width + length), low, dtype=model.dtype, device=device)
+    mask[:, 0, 0, :width].masked_fill_(prompt_mask, 0)
+    causal = torch.full((width, width + length), low, dtype=model.dtype, device=device).triu(1)
+    positions = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)  # [B, P]
+
+    token, position = ids[:, width - 1 : width].clone(), positions[:, -1:].clone()  # [B, 1]
+    t = torch.zeros(1, dtype=torch.long, device=device)  # tokens so far
+    logp = torch.zeros(batch, length, device=device)
+    lengths = torch.zeros(batch, dtype=torch.long, device=device)
+    stopped = torch.zeros(batch, dtype=torch.bool, device=device)
+
+    def emit(logits: Tensor) -> None:
+        """Samples a token from the logits [B, V] and makes the buffers ready for the next one."""
+        new, new_logp = sample_tokens(logits, u.index_select(1, t).squeeze(1), **sampling)
+        new = torch.where(stopped, pad_id, new)
+        ids.index_copy_(1, t + width, new[:, None])
+        logp.index_copy_(1, t, torch.where(stopped, 0.0, new_logp)[:, None])
+        lengths.add_((~stopped).long())
+        stopped.logical_or_((new[:, None] == eos_ids).any(1))
+        token.copy_(new[:, None])
+        position.add_(1)
+        mask.index_fill_(3, t + width, 0)
+        t.add_(1)
+
+    def step() -> None:
+        inputs = {"attention_mask": mask, "position_ids": position, "past_key_values": cache}
+        emit(model(input_ids=token, use_cache=True, **inputs).logits[:, -1])
+
+    inputs = {"attention_mask": torch.minimum(mask, causal), "position_ids": positions}
+    prefill = model(
+        input_ids=ids[:, :width], past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
+    )
+    emit(prefill.logits[:, -1])
+    for i in range(1, length):
+        if i % 8 == 0 and stopped.all():  # a look every 8 tokens: each one waits for the device
+            break
+        step()
+    longest = int(lengths.max())
+    in_completion = torch.arange(longest, device=device) < lengths[:, None]
+    attention = torch.cat([prompt_mask, in_completion], 1)
+    return Completions(ids[:, : width + longest], attention, width, stopped, logp[:, :longest])
+
+
+# --------------------------------------------------------------------------------------------------
+# Policy: log-probabilities without ever building [B, T, vocabulary]
+# --------------------------------------------------------------------------------------------------
+class TokenStats(NamedTuple):
+    logp: Tensor  # [B, T] of the completion's tokens, at the sampling temperature
+    entropy: Tensor | None  # [B, T] nats; None in forwards with gradients
+    hidden: Tensor  # [B, T, H] after the final norm, at the position whose logits predict the token
+
+
+class Policy(torch.nn.Module):
+    """The module that Accelerate wraps, so that its engines see every training forward."""
+
+    def __init__(self, model: torch.nn.Module, temperature: float):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, ids: Tensor, attention: Tensor, prompt_width: int) -> TokenStats:
+        base = self.model.get_base_model()
+        positions = (attention.long().cumsum(1) - 1).clamp(min=0)
+        inputs = {"attention_mask": attention.long(), "position_ids": positions}
+        hidden = base.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+        hidden = hidden[:, prompt_width - 1 : -1]
+        targets, head = ids[:, prompt_width:], base.get_output_embeddings()
+        chunk = max(1, 2**26 // head.weight.shape[0])  # tokens: 256 MiB of fp32 logits
+        logp, entropy = [], []
+        for h, y in zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk)):
+            out = checkpoint(self.head_stats, head, h, y, use_reentrant=False)
+            logp.append(out[0])
+            entropy.append(out[1])
+        entropy = None if torch.is_grad_enabled() else torch.cat(entropy).view(targets.shape)
+        return TokenStats(torch.cat(logp).view(targets.shape), entropy, hidden)
+
+    def head_stats(self, head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies [N] of one chunk of hidden states [N, H]."""
+        logits = head(hidden).float() / self.temperature  # [N, V]
+        logp = -F.cross_entropy(logits, targets, reduction="none")
+        if torch.is_grad_enabled():
+            return logp, None
+        return logp, logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Batch: this process's rows of a rollout
+# --------------------------------------------------------------------------------------------------
+@dataclass
+class Batch:
+    rollout: int  # how many came before
+    prompt_width: int  # P
+    rows: Tensor  # [N] place of each completion in the whole rollout: prompt * G + sample
+    ids: Tensor  # [N, P + T]
+    attention: Tensor  # [N, P + T] bool
+    truncated: Tensor  # [N] bool
+    loss_mask: Tensor  # [N, T] bool: the tokens that are trained on
+    sampled_logp: Tensor  # [N, T] as the decode loop saw them
+    rewards: Tensor  # [N]
+    advantages: Tensor | None = None  # [N]
+    logp: Tensor | None = None  # [N, T] of the policy that sampled, recomputed
+    base_logp: Tensor | None = None  # [N, T] with the adapter disabled
+    entropy: Tensor | None = None  # [N, T] nats
+    scores: Tensor | None = None  # [N, T] the credit signal, >= 0
+    credit: Tensor | None = None  # [N, T] what the method's surrogate needs
+    weights: Tensor | None = None  # [N, T] share of each token in the gradient, mean 1 a completion
+
+    @property
+    def mask(self) -> Tensor:
+        """[N, T] bool: the completions, stop tokens included."""
+        return self.attention[:, self.prompt_width :]
+
+    def select(self, index: Tensor) -> "Batch":
+        """Rows `index`, without the padding that none of them needs."""
+        used = self.attention[index].any(0).nonzero()
+        first, end, part = int(used[0]), int(used[-1]) + 1, {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                value, whole = value[index], name in ("ids", "attention")
+                columns = slice(first, end) if whole else slice(end - self.prompt_width)
+                value = value[:, columns] if value.dim() == 2 else value
+            part[name] = value
+        return Batch(**part | {"prompt_width": self.prompt_width - first})
+
+    def store(self, name: str, index: Tensor, value: Tensor) -> None:
+        """Writes values [B, <= T] of rows `index`; outside the completions they are 0."""
+        if getattr(self, name) is None:
+            setattr(self, name, torch.zeros(self.mask.shape, device=value.device))
+        mask = self.mask[index, : value.shape[1]]
+        getattr(self, name)[index, : value.shape[1]] = torch.where(mask, value.float(), 0.0)
+
+
+# === CREDIT ===
+import bisect  # noqa: E402
+import re  # noqa: E402
+
+from torch.nn.utils.rnn import pad_sequence  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+from common.metrics import weight_stats  # noqa: E402
+from common.reward import last_boxed  # noqa: E402
+
+
+def needs_base(args: Args) -> bool:
+    """OAR asks the policy alone."""
+    return False
+
+
+def answer_span(tokenizer, ids: list[int]) -> tuple[int, int] | None:
+    """Tokens [begin, end) of a completion that hold its last boxed answer; None without one.
+
+    Found in the sampled tokens, by bisection on decoded prefixes: the tokenizer might cut the text
+    elsewhere, and a token of a byte-level one need not be whole characters.
+    """
+
+    def decode(count: int) -> str:
+        return tokenizer.decode(ids[:count], skip_special_tokens=True)
+
+    def tokens_for(chars: int, least: int) -> int:
+        reached = lambda count: decode(count).startswith(text[:chars])  # noqa: E731
+        return bisect.bisect_left(range(len(ids)), True, least, key=reached)
+
+    text = decode(len(ids))
+    box = last_boxed(text)
+    if not (box and box.strip()):  # an empty box is no answer
+        return None
+    opening = r"\\boxed\s*\{(?=" + re.escape(box) + r"\})"
+    start = [match.end() for match in re.finditer(opening, text)][-1]  # character
+    begin = tokens_for(start, 0)
+    begin -= len(decode(begin)) > start  # a token such as `{\` also begins the answer
+    return begin, tokens_for(start + len(box), begin)
+
+
+class Probe(NamedTuple):
+    """What one completion's scores are computed on."""
+
+    row: int  # in the micro-batch
+    ids: Tensor  # [N] prompt, reasoning, conclude string, answer without its last token
+    begin: int  # the reasoning is ids[begin:end]
+    end: int
+    answer: Tensor  # [A] what the last A positions predict; only the first token for `last`
+
+
+def find_probes(run: "Run", micro: Batch) -> list[Probe]:
+    """Probes of the rows that have an advantage to share and reasoning to share it among."""
+    args, width, device = run.args, micro.prompt_width, micro.ids.device
+    conclude = run.tokenizer.encode(args.oar_conclude, add_special_tokens=False)
+    context = getattr(run.model.config, "max_position_embeddings", None) or sys.maxsize
+    probes = []
+    for row in micro.advantages.nonzero().flatten().tolist():
+        prompt = micro.ids[row, :width][micro.attention[row, :width]].tolist()
+        completion = micro.ids[row, width:][micro.mask[row]].tolist()
+        begin, end = answer_span(run.tokenizer, completion) or (0, 0)
+        answer = completion[begin : begin + 1 if args.oar_answer_mode == "last" else end]
+        ids = prompt + completion[:begin] + conclude + answer[:-1]
+        if 0 < begin and len(ids) <= context:
+            ids, answer = torch.tensor(ids, device=device), torch.tensor(answer, device=device)
+            probes.append(Probe(row, ids, len(prompt), len(prompt) + begin, answer))
+    return probes
+
+
+def hidden_states(run: "Run", **inputs) -> Tensor:
+    """Last hidden states [B, N, H] of the policy, past Accelerate's wrapper."""
+    with run.accelerator.autocast():
+        return run.model.get_base_model().base_model(**inputs).last_hidden_state
+
+
+def answer_logp(run: "Run", hidden: Tensor, answer: Tensor) -> Tensor:
+    """Log-probs [R, V] of the answer from the hidden states [R, A, H] that predict it, or for
+    answer_joint their mean [R, 1] over the answer's tokens [A].
+
+    The mean logits are the logits of the mean state, as the head is linear. Float64, as OAR-G
+    differentiates the small difference of two of these.
+    """
+    joint, head = run.args.oar_answer_mode == "answer_joint", run.model.get_output_embeddings()
+    with run.accelerator.autocast():
+        logits = head(hidden if joint else hidden.mean(1))
+    logp = (logits.double() / run.args.temperature).log_softmax(-1)
+    if not joint:
+        return logp
+    index = answer.expand(len(hidden), -1)[..., None]  # [R, A, 1]
+    return logp.gather(2, index).squeeze(2).mean(1, keepdim=True)
+
+
+def outcome_shift(clean: Tensor, changed: Tensor) -> Tensor:
+    """How far the answer moved [R]: KL of two `answer_logp`, or for answer_joint the drop."""
+    shift = clean - changed
+    return shift.squeeze(1) if clean.shape[1] == 1 else (clean.exp() * shift).sum(1)
+
+
+def perturbation_scores(run: "Run", probe: Probe) -> tuple[Tensor, int]:
+    """OAR-P of one completion [L], and the tokens computed.
+
+    Rows whose replaced tokens are neighbours go together: they start at the first of these, on the
+    clean cache of all before it. Half of what is left as a block wastes a quarter of its tokens at
+    most. The budget counts the cache as well: every row holds a copy.
+    """
+    _, ids, begin, end, answer = probe
+    total, count = len(ids), len(answer)
+    vocabulary = run.model.get_output_embeddings().weight.shape[0]
+    most = min(run.args.oar_max_tokens_per_micro_batch // total, 2**24 // (vocabulary * count))
+    cache = DynamicCache()
+    hidden = hidden_states(run, input_ids=ids[None], past_key_values=cache, use_cache=True)
+    clean = answer_logp(run, hidden[:, -count:], answer)
+    scores, first, computed = [], begin, total
+    while first < end:
+        rows = min(end - first, max(1, min(most, (total - first) // 2)))
+        tokens = ids[first:].repeat(rows, 1)  # [R, N - first]
+        tokens.diagonal().fill_(run.tokenizer.pad_token_id)
+        layers = ((layer.keys, layer.values) for layer in cache.layers)
+        past = [[x[:, :, :first].expand(rows, -1, -1, -1) for x in pair] for pair in layers]
+        positions = torch.arange(first, total, device=ids.device).expand(rows, -1)
+        inputs = {"position_ids": positions, "past_key_values": DynamicCache(past)}
+        hidden = hidden_states(run, input_ids=tokens, use_cache=True, **inputs)
+        scores.append(outcome_shift(clean, answer_logp(run, hidden[:, -count:], answer)))
+        first, computed = first + rows, computed + tokens.numel()
+    return torch.cat(scores).clamp(min=0), computed
+
+
+@contextlib.contextmanager
+def checkpointing(model: torch.nn.Module):
+    """Gradient checkpointing, where it is on: layers use it in training mode alone. Their children
+    stay in evaluation mode, so nothing is dropped out."""
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+def gradient_scores(run: "Run", micro: Batch, probes: list[Probe]) -> tuple[list[Tensor], int]:
+    """OAR-G of several completions, [L] each, and the tokens in each of its two forwards.
+
+    Padding is on the right, where causal attention never looks. The noise, without which the
+    gradient is 0, depends on the row alone. `autograd.grad` to the embeddings writes to no
+    parameter's .grad and runs none of DDP's hooks.
+    """
+    ids = pad_sequence([probe.ids for probe in probes], batch_first=True)  # [B, N]
+    embeds = run.model.get_input_embeddings()(ids).detach().float()  # [B, N, H]; bf16 rounds noise
+    noisy = embeds.clone()
+    for i, (row, _, begin, end, _) in enumerate(probes):
+        place = divmod(int(micro.rows[row]), run.args.num_generations)
+        stream = random_stream(run.args.seed, "oar_noise", micro.rollout, *place)
+        noise = run.args.oar_noise_std * torch.randn(end - begin, noisy.shape[2], generator=stream)
+        noisy[i, begin:end] += noise.to(noisy.device)
+
+    def says(inputs: Tensor) -> list[Tensor]:
+        hidden = hidden_states(run, inputs_embeds=inputs, use_cache=False)
+        ends = [(h[: len(p.ids)], p.answer) for h, p in zip(hidden, probes, strict=True)]
+        return [answer_logp(run, h[None, -len(answer) :], answer) for h, answer in ends]
+
+    with torch.no_grad():
+        clean = says(embeds)
+    with torch.enable_grad(), checkpointing(run.model):
+        pairs = zip(clean, says(noisy.requires_grad_()), strict=True)
+        shift = sum(outcome_shift(*pair).sum() for pair in pairs)
+        (gradient,) = torch.autograd.grad(shift, noisy)
+    saliency = (gradient * embeds).sum(-1).abs()  # [B, N]
+    return [s[p.begin : p.end] for s, p in zip(saliency, probes, strict=True)], ids.numel()
+
+
+def token_scores(run: "Run", micro: Batch, adapted: TokenStats, base: TokenStats | None):
+    """How much the answer hangs on each token [B, T], 0 where nothing is scored, and what that
+    cost on all processes: completions scored, extra tokens forward and backward."""
+    scores = torch.zeros_like(adapted.logp)
+    if run.args.credit == "uniform":
+        return scores + 1, {}
+    probes, found, forward, backward = find_probes(run, micro), [], 0, 0
+    if run.args.credit == "oar_p":
+        for probe in probes:
+            found.append((computed := perturbation_scores(run, probe))[0])
+            forward += computed[1]
+    elif probes:
+        found, backward = gradient_scores(run, micro, probes)
+        forward = 2 * backward
+    for probe, values in zip(probes, found, strict=True):
+        scores[probe.row, : len(values)] = values.to(scores.dtype)
+    counts = torch.tensor([len(probes), forward, backward], device=scores.device).double()
+    names = ("credit_completions", "credit_forward_tokens", "credit_backward_tokens")
+    return scores, dict(zip(names, run.accelerator.reduce(counts, "sum").tolist(), strict=True))
+
+
+def gate(args: Args, scores: Tensor, reasoning: Tensor) -> Tensor:
+    """Scores >= 0 and the reasoning's mask, both [B, T], to weights [B, T]; 1 outside the mask.
+
+    All-equal scores, as of a completion that was not scored, give 1.
+    """
+    logs = torch.log1p(scores.double())
+    low = torch.where(reasoning, logs, torch.inf).amin(1, keepdim=True)
+    span = torch.where(reasoning, logs, -torch.inf).amax(1, keepdim=True) - low
+    n = (logs - low) / torch.where(span > 0, span, 1.0)
+    tau = torch.where(reasoning, n, torch.nan).nanquantile(args.oar_quantile, 1, keepdim=True)
+    damped = (n / tau).clamp(min=args.oar_floor)
+    raised = 1 + args.oar_beta * (n - tau) / (1 - tau).clamp(min=1e-12)
+    weights = torch.where(reasoning, torch.where(n < tau, damped, raised), 0.0)
+    if args.oar_keep_mass:
+        weights = weights * reasoning.sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+    return torch.where(reasoning, weights, 1.0).float()
+
+
+def random_like(weights: Tensor, mask: Tensor, u: Tensor) -> Tensor:
+    """Log-normal weights inside the mask, each row with the mean and the concentration (EffN/T) of
+    that row of `weights`: bisection for sigma in exp(sigma * z), whose EffN/T falls with sigma."""
+    target, z = weight_stats(weights, mask)["effn"], torch.special.ndtri(u.clamp(1e-6, 1 - 1e-6))
+    low, high = torch.zeros_like(target), torch.full_like(target, 50.0)
+    for _ in range(40):
+        sigma = (low + high) / 2
+        drawn = torch.where(mask, (sigma[:, None] * z).exp().clamp(max=1e30), 0.0)
+        flatter = weight_stats(drawn, mask)["effn"] > target  # NaN (one token) counts as no
+        low, high = torch.where(flatter, sigma, low), torch.where(flatter, high, sigma)
+    drawn = drawn / drawn.sum(1, keepdim=True) * (weights * mask).sum(1, keepdim=True)
+    return torch.where(mask & (target[:, None] < 1 - 1e-6), drawn, weights)
+
+
+def assign_credit(run: "Run", batch: Batch) -> dict[str, float]:
+    """Turns the scores of a rollout into its weights; returns the share without an answer."""
+    args, mask = run.args, batch.mask
+    batch.credit = batch.weights = mask.float()  # exactly 1: plain GRPO to the bit
+    if args.credit == "uniform":
+        return {}
+    rows = zip(batch.ids[:, batch.prompt_width :], mask, strict=True)
+    spans = [answer_span(run.tokenizer, ids[real].tolist()) for ids, real in rows]
+    lengths = torch.tensor([span[0] if span else 0 for span in spans], device=mask.device)
+    reasoning = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
+    weights = gate(args, batch.scores, reasoning)
+    u = row_uniforms(args, "credit", batch.rollout, batch.rows, mask.shape[1]).to(mask.device)
+    if args.credit == "random":
+        weights = random_like(weights, reasoning, u)
+    if args.credit == "shuffled":
+        order = torch.where(reasoning, u, 2.0).argsort(dim=1, stable=True)  # the rest stays put
+        weights = weights.gather(1, order)
+    batch.credit = batch.weights = weights * mask
+    counts = torch.tensor([spans.count(None), len(spans)], device=mask.device).double()
+    missing, total = run.accelerator.reduce(counts, "sum").tolist()
+    return {"no_answer_share": missing / total}
+
+
+def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Log importance weight and advantage of every token, both [B, T]: here credit scales A."""
+    return log_ratio, micro.advantages[:, None] * micro.credit
+
+
+# === END CREDIT ===
+
+
+# --------------------------------------------------------------------------------------------------
+# Objective
+# --------------------------------------------------------------------------------------------------
+def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
+    """Rewards [prompts, G] minus their group's mean, over the std of group | batch | nothing.
+
+    The std is the unbiased one plus 1e-4, as in TRL. A constant group gets exactly 0.
+    """
+    centred = rewards - rewards.mean(1, keepdim=True)
+    if scale_rewards == "group":
+        centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
+    elif scale_rewards == "batch":
+        centred = centred / (rewards.std() + 1e-4)
+    constant = (rewards == rewards[:, :1]).all(1, keepdim=True)
+    return centred.masked_fill(constant, 0.0)
+
+
+def token_scale(args: Args, mask: Tensor, completions: float, tokens: float) -> Tensor:
+    """What each token [B, T] counts for in the loss; `completions` and `tokens` are those of the
+    whole update, over all micro-batches and processes, so that no split changes the gradient."""
+    if args.loss_type == "grpo":
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / completions
+    if args.loss_type == "dapo":
+        return mask / max(tokens, 1.0)
+    return mask / (completions * args.max_completion_length)
+
+
+def policy_loss(
+    args: Args, micro: Batch, logp: Tensor, old_logp: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate (PPO, arXiv 1707.06347) of GRPO (2402.03300), summed with `scale`.
+
+    Args:
+        logp, old_logp, scale: [B, T]; only logp carries gradients.
+    Returns:
+        the loss, and which tokens are clipped [B, T].
+    """
+    log_ratio = torch.where(micro.mask, logp - old_logp, 0.0)  # padding must not overflow in exp
+    log_weight, advantages = surrogate_terms(args, micro, log_ratio)
+    ratio = log_weight.exp()
+    clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon_high)
+    loss = -torch.min(ratio * advantages, clipped * advantages)
+    if args.beta > 0:
+        to_base = torch.where(micro.mask, micro.base_logp - logp, 0.0)
+        loss = loss + args.beta * (to_base.exp() - to_base - 1)  # k3, joschu.net/blog/kl-approx
+    clipped = torch.where(advantages > 0, ratio > 1 + args.epsilon_high, ratio < 1 - args.epsilon)
+    return (loss * scale).sum(), clipped & (advantages != 0) & micro.mask
+
+
+# --------------------------------------------------------------------------------------------------
+# The steps of the loop
+# --------------------------------------------------------------------------------------------------
+class Run(NamedTuple):
+    """What the steps of the loop share."""
+
+    args: Args
+    accelerator: Accelerator
+    policy: torch.nn.Module  # as Accelerate wrapped it: training forwards go through it
+    model: torch.nn.Module  # the PeftModel inside, for rollouts and the adapter switch
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    tokenizer: object
+    eos_ids: Tensor
+    grader: Grader
+
+    dense: torch.nn.Module | None  # the copy that rollouts run on, if rollout_weights is merged
+
+    def sample(self, prompts: list[list[int]], u: Tensor, **sampling) -> Completions:
+        model, eos, pad = self.dense, self.eos_ids, self.tokenizer.pad_token_id
+        self.policy.eval()
+        if model is None:
+            model = self.model.get_base_model()
+        else:
+            merge(self.model, model)
+        with self.accelerator.autocast():
+            return generate(model, prompts, u.to(eos.device), eos, pad, **sampling)
+
+    def grade(self, texts: list[str], problems: list[Problem]) -> list[float]:
+        """1 for a right final answer, else 0. An embedded chain must get every step right as well:
+        slips that cancel earn nothing."""
+        verdicts = self.grader.grade(texts, [problem.answer for problem in problems])
+        return [
+            verdict * (not problem.steps or first_error(text, problem) is None)
+            for verdict, text, problem in zip(verdicts, texts, problems, strict=True)
+        ]
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, with the device's work done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def row_uniforms(args: Args, kind: str, step: int, rows: Tensor, length: int) -> Tensor:
+    """Uniforms [N, length]; row r is a function of (seed, kind, step, prompt, sample) alone."""
+    keys = [divmod(row, args.num_generations) for row in rows.tolist()]
+    streams = [random_stream(args.seed, kind, step, *key) for key in keys]
+    return torch.stack([torch.rand(length, generator=stream) for stream in streams])
+
+
+def collect(run: Run, rollout: int, problems: list[Problem], prompts: list[list[int]]):
+    """Samples and grades this process's share of a rollout; the advantages see all of it.
+
+    Returns:
+        the batch, its texts and its problems.
+    """
+    args, accelerator = run.args, run.accelerator
+    sampling = {k: getattr(args, k) for k in ("temperature", "top_k", "top_p")}
+    updates = args.steps_per_generation // args.gradient_accumulation_steps
+    world = accelerator.num_processes
+    total = args.per_device_train_batch_size * args.steps_per_generation * world
+    # Every update has the same completions on any number of processes.
+    rows = torch.arange(total).view(updates, world, -1)[:, accelerator.process_index].flatten()
+    first = rollout * (total // args.num_generations)
+    groups = (rows // args.num_generations).tolist()
+    chosen = [problem_at(first + group, len(problems), args.seed) for group in groups]
+    u = row_uniforms(args, "rollout", rollout, rows, args.max_completion_length)
+    out = run.sample([prompts[i] for i in chosen], u, **sampling)
+    texts, problems = out.texts(run.tokenizer), [problems[i] for i in chosen]
+    device, mask = out.ids.device, out.attention[:, out.prompt_width :]
+    batch = Batch(
+        rollout=rollout,
+        prompt_width=out.prompt_width,
+        rows=rows.to(device),
+        ids=out.ids,
+        attention=out.attention,
+        truncated=~out.stopped,
+        loss_mask=mask & out.stopped[:, None] if args.mask_truncated_completions else mask,
+        sampled_logp=out.logp,
+        rewards=torch.tensor(run.grade(texts, problems), device=device),
+    )
+    rewards = torch.empty(total, device=device)
+    rewards[accelerator.gather(batch.rows)] = accelerator.gather(batch.rewards)
+    advantages = group_advantages(rewards.view(-1, args.num_generations), args.scale_rewards)
+    batch.advantages = advantages.flatten()[batch.rows]
+    return batch, texts, problems
+
+
+def update_rows(args: Args, batch: Batch) -> tuple[Tensor, ...]:
+    """This process's rows of each update on a rollout."""
+    size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return torch.arange(len(batch.rows), device=batch.rows.device).split(size)
+
+
+def micro_batches(args: Args, batch: Batch, index: Tensor, count: int = 0) -> tuple[Tensor, ...]:
+    """Rows `index` in `count` parts (default: of the batch size), like lengths together."""
+    count = count or -(-len(index) // args.per_device_train_batch_size)
+    lengths = batch.attention[index].sum(1)
+    return index[lengths.argsort(stable=True)].tensor_split(count)
+
+
+def training_forward(run: Run, micro: Batch) -> Tensor:
+    """Log-probs [B, T] in training mode. LoRA's dropout is seeded by the rows, so that a second
+    pass over them, or a resumed run, drops the same."""
+    stream = random_stream(run.args.seed, "dropout", micro.rollout, int(micro.rows[0]))
+    torch.manual_seed(stream.initial_seed())
+    run.policy.train()
+    return run.policy(micro.ids, micro.attention, micro.prompt_width).logp
+
+
+@torch.no_grad()
+def score(run: Run, batch: Batch, one_update: bool) -> dict[str, float]:
+    """Log-probs of the policy that sampled, of the base where needed, and the tokens' credit.
+
+    One forward with the adapter and at most one without. Returns seconds and the method's metrics.
+    """
+    args, device, base = run.args, run.accelerator.device, None
+    seconds, extra = {"seconds_score": 0.0, "seconds_credit": 0.0}, {}
+    parts = [micro_batches(args, batch, rows) for rows in update_rows(args, batch)]
+    for index in [index for part in parts for index in part]:
+        micro, began = batch.select(index), clock(device)
+        inputs = (micro.ids, micro.attention, micro.prompt_width)
+        run.policy.eval()
+        adapted = run.policy(*inputs)
+        # With dropout on, the first update's ratio is 1 only if the old log-probs had it too.
+        dropout = args.lora_dropout > 0 and not one_update
+        batch.store("logp", index, training_forward(run, micro) if dropout else adapted.logp)
+        batch.store("entropy", index, adapted.entropy)
+        scored = clock(device)
+        if args.beta > 0 or needs_base(args):
+            run.policy.eval()
+            with run.model.disable_adapter():
+                base = run.policy(*inputs)
+            batch.store("base_logp", index, base.logp)
+        compared = clock(device) if not needs_base(args) else scored  # whose was the base pass?
+        scores, more = token_scores(run, micro, adapted, base)
+        batch.store("scores", index, scores)
+        extra = {name: extra.get(name, 0.0) + value for name, value in more.items()}
+        seconds["seconds_score"] += compared - began
+        seconds["seconds_credit"] += clock(device) - compared
+    began = clock(device)
+    extra |= assign_credit(run, batch)
+    seconds["seconds_credit"] += clock(device) - began
+    return seconds | extra
+
+
+def update(run: Run, batch: Batch, index: Tensor, one_update: bool) -> dict[str, float]:
+    """One optimiser step on rows `index`, in micro-batches. Returns its metrics."""
+    args, accelerator = run.args, run.accelerator
+    began = clock(accelerator.device)
+    counts = torch.stack([torch.ones_like(index).sum(), batch.loss_mask[index].sum()]).float()
+    completions, tokens = accelerator.reduce(counts, "sum").tolist()
+    totals = torch.zeros(3, device=index.device)
+    parts = micro_batches(args, batch, index)
+    if args.beta == 0 and (one_update or args.lora_dropout == 0):  # else dropout would differ
+        # Rows of advantage 0 have no gradient; a few stay where a process has too few others.
+        matters = batch.advantages[index] != 0
+        useful = index[matters.argsort(descending=True, stable=True)]
+        useful = useful[: max(len(parts), int(matters.sum()))]
+        parts = micro_batches(args, batch, useful, len(parts))
+    for i, part in enumerate(parts):
+        micro = batch.select(part)
+        scale = token_scale(args, micro.loss_mask, completions, tokens)
+        waits = accelerator.no_sync(run.policy) if i + 1 < len(parts) else contextlib.nullcontext()
+        with waits:
+            logp = training_forward(run, micro)
+            old_logp = logp.detach() if one_update else micro.logp
+            loss, clipped = policy_loss(args, micro, logp, old_logp, scale)
+            accelerator.backward(loss * accelerator.num_processes)  # DDP takes the mean
+        totals += torch.stack([loss.detach(), clipped.sum(), clipped.any(1).sum()])
+    grad_norm = accelerator.clip_grad_norm_(run.policy.parameters(), args.max_grad_norm)
+    learning_rate = run.scheduler.get_last_lr()[0]
+    run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad()
+    loss, clipped_tokens, clipped_sequences = accelerator.reduce(totals, "sum").tolist()
+    return {
+        "loss": loss,
+        "clip_fraction": clipped_tokens / max(tokens, 1),
+        "clip_fraction_sequence": clipped_sequences / completions,
+        "grad_norm": float(grad_norm),
+        "learning_rate": learning_rate,
+        "seconds_update": clock(accelerator.device) - began,
+    }
+
+
+def evaluate(run: Run, problems: list[Problem], prompts: list[list[int]]) -> dict[str, float]:
+    """Greedy and sampled accuracy and unbiased pass@k on held-out problems, all processes.
+
+    Every evaluation draws the same uniforms, so that two of them differ by the policy alone.
+    """
+    args, verdicts = run.args, []
+    run.policy.eval()
+    mine = range(run.accelerator.process_index, len(problems), run.accelerator.num_processes)
+    sampling = {k: getattr(args, k) for k in ("temperature", "top_k", "top_p")}
+    for kind, samples, how in (
+        ("greedy", 1, {"temperature": 0}),
+        ("sampled", args.num_generations_eval, sampling),
+    ):
+        jobs = [(i, s) for i in mine for s in range(samples)]
+        for start in range(0, len(jobs), args.per_device_eval_batch_size):
+            part = jobs[start : start + args.per_device_eval_batch_size]
+            rows = torch.tensor([i * args.num_generations + s for i, s in part])
+            u = row_uniforms(args, "eval", 0, rows, args.max_completion_length)
+            out = run.sample([prompts[i] for i, _ in part], u, **how)
+            right = run.grade(out.texts(run.tokenizer), [problems[i] for i, _ in part])
+            verdicts += [(kind, i, r) for (i, _), r in zip(part, right, strict=True)]
+    return eval_metrics(gather_object(verdicts))
+
+
+# --------------------------------------------------------------------------------------------------
+# Set-up
+# --------------------------------------------------------------------------------------------------
+def use_every_core() -> None:
+    """`accelerate launch` sets OMP_NUM_THREADS=1 on a CPU machine where the user had not set it;
+    each local process then takes its share of the cores."""
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    environment = psutil.Process().parent().environ() if launched else os.environ
+    if "OMP_NUM_THREADS" not in environment:
+        cores = len(psutil.Process().cpu_affinity())
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def load_dense(args: Args, model: torch.nn.Module) -> torch.nn.Module | None:
+    """A dense copy of the base for rollouts, None where they go through the adapter."""
+    device, dtype = model.device, torch.bfloat16 if model.device.type == "cuda" else torch.float32
+    if args.rollout_weights == "auto":
+        free = psutil.virtual_memory().available
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free
+        size = model.get_base_model().num_parameters() * dtype.itemsize
+        args.rollout_weights = "merged" if 3 * size < free else "adapter"  # room for the KV cache
+    if args.rollout_weights == "adapter":
+        return None
+    where = {"revision": args.model_revision, "dtype": dtype, "device_map": {"": device}}
+    return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **where).eval()
+
+
+@torch.no_grad()
+def merge(model: torch.nn.Module, dense: torch.nn.Module) -> None:
+    """Writes dequantised base + LoRA into the dense copy, in its own buffers: a CUDA graph or a
+    compiled module made on them stays valid."""
+    for name, layer in model.get_base_model().named_modules():
+        adapted, weight = hasattr(layer, "get_delta_weight"), getattr(layer, "weight", None)
+        if not adapted and (name.endswith(".base_layer") or not hasattr(weight, "quant_state")):
+            continue
+        merged = dequantize_bnb_weight(weight) if hasattr(weight, "quant_state") else weight
+        if adapted:
+            merged = merged + layer.get_delta_weight("default")
+        dense.get_submodule(name).weight.copy_(merged)
+
+
+def load_policy(args: Args, device: torch.device) -> torch.nn.Module:
+    """The base in NF4 (bf16 compute on a GPU, fp32 on a CPU) with a fresh LoRA adapter on it."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    targets = args.lora_target_modules
+    lora = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model_name_or_path,
+            revision=args.model_revision,
+            dtype=dtype,
+            quantization_config=nf4 if args.load_in_4bit else None,
+            device_map={"": device},
+        )
+    except (OSError, ValueError) as error:
+        fail(f"cannot load --model_name_or_path {args.model_name_or_path}: {str(error)[:300]}")
+    for module in model.modules():
+        # On a CPU with AVX512-BF16, bitsandbytes would repack the weights in the first forward
+        # without gradients and train on wrong ones from then on.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    set_seed(args.seed)  # the same adapter on every process
+    try:
+        model = get_peft_model(model, lora)
+    except ValueError as error:
+        fail(f"--lora_target_modules {' '.join(targets)}: {str(error)[:300]}")
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def evaluate_and_log(run: Run, step: int, held_out, log: RunLog, bar) -> dict[str, float]:
+    began = time.perf_counter()
+    result = evaluate(run, *held_out)
+    figures = "  ".join(f"{name} {value:.3f}" for name, value in result.items())
+    if not bar.disable:  # on the other processes
+        bar.write(f"step {step:4d}, held out: {figures}  ({time.perf_counter() - began:.0f} s)")
+    log.write({"step": step, "eval": result})
+    run.accelerator.log({f"eval/{name}": value for name, value in result.items()}, step)
+    return result
+
+
+def train(run: Run, train_set, held_out, log: RunLog, bar) -> list[dict]:
+    """The loop: collect, score, update. Returns the groups that credit.html shows."""
+    args, device, groups, step, rollout = run.args, run.accelerator.device, [], 0, 0
+    one_update = args.num_iterations * args.steps_per_generation == args.gradient_accumulation_steps
+    while step < args.max_steps:
+        before, began = step, clock(device)
+        batch, texts, problems = collect(run, rollout, *train_set)
+        metrics = {"seconds_rollout": clock(device) - began}
+        metrics |= score(run, batch, one_update)
+        metrics |= rollout_metrics(run.accelerator, batch, args.num_generations)
+        metrics["tokens_per_second"] = metrics["rollout_tokens"] / metrics["seconds_rollout"]
+        if metrics["zero_std_share"] == 1 and not bar.disable:
+            bar.write(
+                f"step {step + 1}: every group has equal rewards (all {metrics['reward']:.2f}): "
+                "advantages, loss and gradient are 0; the problems are too easy or too hard"
+            )
+        rows = update_rows(args, batch) * args.num_iterations
+        for index in rows[: args.max_steps - step]:
+            step += 1
+            row = {"step": step} | metrics | update(run, batch, index, one_update)
+            log.write(row | {"peak_memory_gb": peak_memory_gb(device)})
+            run.accelerator.log({k: v for k, v in row.items() if k != "step"}, step)
+            metrics |= {k: 0.0 for k in metrics if k.startswith("seconds")}  # counted once
+            bar.update()
+        bar.set_postfix_str(f"reward {row['reward']:.2f}, {row['tokens_per_second']:.0f} tokens/s")
+        due = args.eval_steps > 0 and step // args.eval_steps > before // args.eval_steps
+        if due or rollout == 0 or step == args.max_steps:
+            groups += credit_group(run.tokenizer, batch, problems, args.num_generations, step)
+        if due and step < args.max_steps:
+            evaluate_and_log(run, step, held_out, log, bar)
+        rollout += 1
+    return groups
+
+
+def build_run(args: Args, tokenizer, grader: Grader) -> Run:
+    """Policy, optimiser and schedule, as Accelerate prepares them."""
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),  # else processes without a GPU do not find each other
+        mixed_precision="bf16" if torch.cuda.is_available() else "no",
+        log_with=None if args.report_to == "none" else args.report_to,
+        project_dir=args.output_dir,
+    )
+    config = {name: str(value) for name, value in vars(args).items()}
+    accelerator.init_trackers(SCRIPT.stem, config=config)
+    model = load_policy(args, accelerator.device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay)
+    steps = (args.warmup_steps, max(1, args.max_steps))
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, *steps)
+    policy, optimizer = accelerator.prepare(Policy(model, args.temperature), optimizer)
+    eos = model.generation_config.eos_token_id  # all else in the generation config is ignored
+    eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    eos_ids = torch.tensor(sorted(eos), device=accelerator.device)
+    dense = load_dense(args, model)
+    state = (model, optimizer, scheduler, tokenizer, eos_ids, grader, dense)
+    return Run(args, accelerator, policy, *state)
+
+
+def main() -> None:
+    started, args = time.time(), parse_args()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # peft asks transformers
+    use_every_core()
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        tokenizer, train_set, held_out = load_data(args)
+    except DataError as error:
+        fail(error)
+    except OSError as error:
+        fail(f"cannot write to --output_dir {args.output_dir}: {error.strerror}")
+    run, config = build_run(args, tokenizer, Grader()), dataclasses.asdict(args)
+    is_main = run.accelerator.is_main_process
+    log = RunLog(args.output_dir if is_main else None, config)
+    with run.grader, tqdm(total=args.max_steps, unit="step", dynamic_ncols=True) as bar:
+        before = after = evaluate_and_log(run, 0, held_out, log, bar)
+        groups = train(run, train_set, held_out, log, bar)
+        if args.max_steps:
+            after = evaluate_and_log(run, args.max_steps, held_out, log, bar)
+    if is_main:
+        summary = {"before": before, "after": after, "seconds": round(time.time() - started, 1)}
+        run.model.save_pretrained(Path(args.output_dir) / "adapter")
+        title = f"{SCRIPT.stem} --credit {args.credit}, seed {args.seed}"
+        print(write_report(args.output_dir, title, config, log.rows, groups, summary))
+    run.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

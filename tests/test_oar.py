@@ -1,0 +1,559 @@
+"""OAR against a reference that follows the paper row by row: whole forwards, no cache, no batch."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, random_batch
+from transformers import AutoTokenizer
+
+import grpo_oar as trainer
+
+TOKENIZER = AutoTokenizer.from_pretrained(TINY)
+MODES = ("last", "answer_mean", "answer_joint")
+PROMPTS = ["Start with 23, add 19, double it.", "Start with 7, triple it.", "7 plus 2?"]
+# (reasoning, answer, rest): what is boxed last is the answer; None: the completion has none
+COMPLETIONS = [
+    ("We begin at 23. Then adding 19 gives 42. So the answer is \\boxed{", "42", "}."),
+    ("First we have 7. Next we triple it and get 21. Thus we end with \\boxed{", "2", "}."),
+    ("We begin at 23. doubling it gives 46.", None, ""),  # never boxed
+    ("\\boxed{", "7", "}."),  # one reasoning token
+    ("\\boxed{12} no, \\boxed{", "123456", "} is it."),
+    ("\\boxed{1}\\boxed{2}\\boxed{", "3", "}}}\\boxed{4"),  # the last one is never closed
+    ("So \\boxed{", "x^{2}+{y}_{1}", "}"),
+    ("So \\boxed{", None, "}."),  # empty
+    ("So \\boxed{", None, "  }."),  # blank
+    ("So \\boxed{19", None, ""),  # not closed
+    ("gives \\boxed{ab \\boxed{", "9", "} c}."),  # nested: the inner one begins last
+    ("Let us start with 7. plus 2 makes 9. \\boxed {", " 9 ", "}."),
+    ("\u00e9\u20ac \\boxed{", "\u00e9\u20ac", "} \u00e9"),  # two and three tokens a character
+    ("<|im_start|>So<|im_end|> \\boxed{", "42", "}<|im_end|>"),  # special tokens have no text
+    ("9 + 9 is 18, 18 + 1 is 19: \\\\boxed{", "19", "}."),
+    ("a" * 30 + " \\boxed{", "1", "}"),
+    ("", None, "."),  # one token
+    ("Then minus 3 makes 20. The final result is \\boxed{", "20", "}.<|im_end|>"),
+    ("19 19 19 19 \\boxed{", "19", "}. 19 19"),
+    ("We begin at 5. Now we double it and get 11. So the answer is \\boxed{", "1", "}"),
+]
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def tokens(parts) -> list[int]:
+    """Each part is tokenised alone, so that the span of the answer is known."""
+    return [i for part in parts for i in encode(part or "")]
+
+
+def make_batch(completions: list[list[int]], prompts=None, advantages=None, rows=None):
+    """A rollout of these completions, before it is scored."""
+    prompts = prompts or [encode(PROMPTS[i % len(PROMPTS)]) for i in range(len(completions))]
+    width, length = max(map(len, prompts)), max(map(len, completions))
+    ids = torch.zeros(len(completions), width + length, dtype=torch.long)
+    attention = torch.zeros_like(ids, dtype=torch.bool)
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        columns = slice(width - len(prompt), width + len(completion))
+        ids[i, columns], attention[i, columns] = torch.tensor(prompt + completion), True
+    batch = random_batch(trainer, rows=len(completions), prompt=width, length=length)
+    for name in ("logp", "base_logp", "entropy", "scores", "credit", "weights"):
+        setattr(batch, name, None)
+    batch.ids, batch.attention, batch.loss_mask = ids, attention, attention[:, width:]
+    batch.rows = torch.arange(len(completions)) if rows is None else rows
+    if advantages is not None:
+        batch.advantages = torch.as_tensor(advantages, dtype=torch.float)
+    return batch
+
+
+def known_span(parts) -> tuple[int, int] | None:
+    before, answer, _ = parts
+    return answer and (len(encode(before)), len(encode(before)) + len(encode(answer)))
+
+
+# --------------------------------------------------------------------------------------------------
+# The reference
+# --------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def reference_answer(run, rows, answer, mode):
+    """Log-probs of the answer [R, V] (answer_joint: [R, 1]) from whole forwards of `rows`, each of
+    them prompt + reasoning + conclude string + answer."""
+    logits = run.model(input_ids=rows, attention_mask=torch.ones_like(rows)).logits.double()
+    logits = logits[:, -len(answer) - 1 : -1]  # [R, A, V]: what predicts the answer's tokens
+    logp = (logits / run.args.temperature).log_softmax(-1)
+    if mode == "last":
+        return logp[:, 0]
+    if mode == "answer_mean":
+        return (logits.mean(1) / run.args.temperature).log_softmax(-1)
+    return torch.stack([logp[:, j, a] for j, a in enumerate(answer)]).mean(0)[:, None]
+
+
+def reference_parts(run, prompt, parts):
+    before, answer = encode(parts[0]), encode(parts[1])
+    return prompt, before, encode(run.args.oar_conclude) + answer, answer
+
+
+def reference_oar_p(run, prompt, parts, mode) -> torch.Tensor:
+    prompt, before, after, answer = reference_parts(run, prompt, parts)
+    rows = [prompt + before + after]
+    for t in range(len(before)):
+        changed = [*before]
+        changed[t] = TOKENIZER.pad_token_id
+        rows.append(prompt + changed + after)
+    logp = reference_answer(run, torch.tensor(rows), answer, mode)
+    clean, changed = logp[:1], logp[1:]
+    if mode == "answer_joint":
+        return (clean - changed).squeeze(1).clamp(min=0)
+    return (clean.exp() * (clean - changed)).sum(1).clamp(min=0)
+
+
+def reference_oar_g(run, row, prompt, parts) -> torch.Tensor:
+    prompt, before, after, answer = reference_parts(run, prompt, parts)
+    ids = torch.tensor([prompt + before + after])
+    embeds = run.model.get_input_embeddings()(ids).detach()
+    key = (run.args.seed, "oar_noise", 0, *divmod(row, run.args.num_generations))
+    noise = torch.zeros_like(embeds)
+    noise[0, len(prompt) : len(prompt) + len(before)] = run.args.oar_noise_std * torch.randn(
+        len(before), embeds.shape[2], generator=trainer.random_stream(*key)
+    )
+
+    def says(inputs):
+        logits = run.model(inputs_embeds=inputs).logits[0, -len(answer) - 1 : -1].double()
+        return (logits.mean(0) / run.args.temperature).log_softmax(-1)
+
+    with torch.no_grad():
+        clean = says(embeds)
+    noisy = (embeds + noise).requires_grad_()
+    (gradient,) = torch.autograd.grad((clean.exp() * (clean - says(noisy))).sum(), noisy)
+    saliency = (gradient * embeds).sum(-1).abs()[0]
+    return saliency[len(prompt) : len(prompt) + len(before)]
+
+
+def reference_gate(scores, q=0.25, beta=1.0, floor=0.1, keep_mass=True) -> np.ndarray:
+    """One completion, as METHODS writes it."""
+    logs = np.log1p(np.asarray(scores, dtype=np.float64))
+    if logs.max() == logs.min():
+        return np.ones_like(logs)
+    n = (logs - logs.min()) / (logs.max() - logs.min())
+    tau = np.quantile(n, q)
+    weights = [
+        max(v / tau, floor) if v < tau else 1 + (beta * (v - tau) / (1 - tau) if v > tau else 0)
+        for v in n
+    ]
+    return np.array(weights) * (len(n) / sum(weights) if keep_mass else 1)
+
+
+def score(run, batch):
+    return trainer.score(run, batch, one_update=True)
+
+
+def all_prompts():
+    return [encode(PROMPTS[i % len(PROMPTS)]) for i in range(len(COMPLETIONS))]
+
+
+def compare(batch, reference, tolerance: float = 1e-4) -> None:
+    """Scores to `tolerance` of the completion's largest, and the weights that come of them.
+
+    From n to a weight the slope is at most 1 / tau (where tau is above the floor of n that any
+    score has) or 1 / (1 - tau): where tau is near 0, the weights' tolerance is wider by as much.
+    """
+    scored = 0
+    for row, parts in enumerate(COMPLETIONS):
+        if parts[1] is None:
+            assert (batch.scores[row] == 0).all()
+            assert torch.equal(batch.weights[row], batch.mask[row].float())
+            continue
+        length = len(encode(parts[0]))
+        expected, got = reference(row, parts), batch.scores[row, :length]
+        scale = expected.max()  # 0 where no token's loss makes the answer less likely (joint)
+        scored += bool(scale > 0)
+        assert (got - expected).abs().max() <= tolerance * scale
+        assert (batch.scores[row, length:] == 0).all()
+        weights = reference_gate(expected.tolist())
+        tau = 0.0
+        if length > 1:
+            logs = np.log1p(expected.double().numpy())
+            tau = np.quantile((logs - logs.min()) / max(np.ptp(logs), 1e-300), 0.25)
+        slope = max(1 / max(tau, 0.05), 1 / (1 - tau))
+        error = np.abs(batch.weights[row, :length].numpy() - weights).max()
+        assert error <= 3 * tolerance * slope, (row, tau)
+        after = batch.mask[row, length:].float()
+        assert torch.equal(batch.weights[row, length:], after)
+    assert scored >= 14
+    assert not batch.weights.requires_grad and not batch.scores.requires_grad
+
+
+# --------------------------------------------------------------------------------------------------
+# Scores
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", MODES)
+def test_oar_p_equals_whole_forwards(make_run, mode):
+    """The cached blocks against one whole forward a row; a budget of few rows as well."""
+    budget = {"last": 16384, "answer_mean": 500, "answer_joint": 1}[mode]
+    run = make_run(
+        trainer, credit="oar_p", oar_answer_mode=mode, temperature=0.7,
+        oar_max_tokens_per_micro_batch=budget, per_device_train_batch_size=12,
+    )  # fmt: skip
+    prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
+    metrics = score(run, batch)
+    compare(batch, lambda row, parts: reference_oar_p(run, prompts[row], parts, mode).float())
+    assert metrics["no_answer_share"] == pytest.approx(5 / 20)
+    assert metrics["credit_completions"] == 15 and metrics["credit_backward_tokens"] == 0
+
+
+@pytest.mark.parametrize("noise, tolerance", [(0.05, 1e-4), (1e-3, 4e-3)])
+def test_oar_g_equals_one_backward_a_completion(make_run, noise, tolerance):
+    """The gradient is the difference of two distributions. At the default noise they agree in 3 to
+    5 digits, and of those that fp32 has any two orders of summation share the rest only."""
+    run = make_run(trainer, temperature=0.7, per_device_train_batch_size=12, oar_noise_std=noise)
+    prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
+    score(run, batch)
+
+    def reference(row, parts):
+        return reference_oar_g(run, row, prompts[row], parts).float()
+
+    compare(batch, reference, tolerance)
+
+
+@pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
+def test_batched_equals_one_by_one_in_any_order(make_run, credit):
+    whole = make_batch([tokens(p) for p in COMPLETIONS])
+    run = make_run(trainer, credit=credit, per_device_train_batch_size=20, oar_noise_std=0.05)
+    score(run, whole)
+    order = torch.randperm(len(COMPLETIONS), generator=torch.Generator().manual_seed(0))
+    single = make_batch(
+        [tokens(COMPLETIONS[i]) for i in order], [all_prompts()[i] for i in order],
+        whole.advantages[order], order,
+    )  # fmt: skip
+    run.args.per_device_train_batch_size = 1
+    score(run, single)
+    scale = whole.scores.amax(1, keepdim=True)[order]
+    assert ((single.scores - whole.scores[order]).abs() <= 1e-4 * scale).all()
+    assert (single.weights - whole.weights[order]).abs().max() < 1e-2  # tau near 0 is steep
+    assert (single.weights - whole.weights[order]).abs().mean() < 1e-4
+
+
+@pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_method_has_every_answer_mode(make_run, credit, mode):
+    run = make_run(trainer, credit=credit, oar_answer_mode=mode)
+    batch = make_batch([tokens(p) for p in COMPLETIONS[:2]])
+    score(run, batch)
+    assert (batch.scores.amax(1) > 0).all()
+    assert batch.weights.std(1).min() > 0.1
+
+
+def test_the_default_modes_are_the_authors():
+    assert trainer.parse_args(["--credit", "oar_p"]).oar_answer_mode == "last"
+    assert trainer.parse_args(["--credit", "oar_g"]).oar_answer_mode == "answer_mean"
+    assert trainer.parse_args(["--oar_answer_mode", "last"]).oar_answer_mode == "last"
+
+
+def test_only_the_reasoning_gets_noise(make_run, monkeypatch):
+    """And the noise has the std of the flag; two rows of one prompt have different noise."""
+    run = make_run(trainer, oar_noise_std=0.01)
+    seen, inner = [], trainer.hidden_states
+
+    def watched(run, **inputs):
+        seen.append(inputs["inputs_embeds"])
+        return inner(run, **inputs)
+
+    monkeypatch.setattr(trainer, "hidden_states", watched)
+    parts = COMPLETIONS[0]
+    prompt = encode(PROMPTS[0])
+    score(run, make_batch([tokens(parts)] * 2, [prompt] * 2, [1.0, -1.0]))
+    clean, noisy = (x.detach() for x in seen)
+    noise, reasoning = noisy - clean, slice(len(prompt), len(prompt) + len(encode(parts[0])))
+    assert noise[:, reasoning].std().item() == pytest.approx(0.01, rel=0.05)
+    outside = torch.ones(noise.shape[1], dtype=torch.bool)
+    outside[reasoning] = False
+    assert (noise[:, outside] == 0).all()
+    assert (noise[0] - noise[1]).abs().max() > 1e-3
+
+
+# --------------------------------------------------------------------------------------------------
+# What attribution must not touch, and what it may cost
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
+def test_no_parameter_notices(make_run, credit, checkpointing):
+    run = make_run(trainer, credit=credit, gradient_checkpointing=checkpointing)
+    batch = make_batch([tokens(p) for p in COMPLETIONS[:8]])
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    for i, parameter in enumerate(trained[::2]):
+        parameter.grad = torch.full_like(parameter, float(i))
+    before = [(p.requires_grad, p.grad, p.detach().clone()) for p in run.model.parameters()]
+    values = [None if grad is None else grad.clone() for _, grad, _ in before]
+    score(run, batch)
+    for parameter, (required, grad, data), value in zip(
+        run.model.parameters(), before, values, strict=True
+    ):
+        assert parameter.requires_grad == required and parameter.grad is grad
+        assert grad is None or torch.equal(grad, value)
+        assert torch.equal(parameter, data)
+    assert not any(module.training for module in run.model.modules())
+    assert torch.is_grad_enabled()
+
+
+def test_gradient_checkpointing_recomputes_and_changes_nothing(make_run):
+    results, calls = [], []
+    for checkpointing in (False, True):
+        run = make_run(
+            trainer, gradient_checkpointing=checkpointing, lora_dropout=0.5, oar_noise_std=0.01
+        )
+        layer = run.model.get_base_model().base_model.layers[0]
+        calls.append(0)
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
+        batch = make_batch([tokens(p) for p in COMPLETIONS[:2]])
+        score(run, batch)
+        results.append(batch.scores)
+    assert calls[1] == calls[0] + 1  # the noisy forward, once more
+    assert torch.allclose(*results, rtol=1e-4, atol=1e-5 * float(results[0].max()))
+
+
+@pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
+def test_no_work_where_there_is_no_advantage(make_run, monkeypatch, credit):
+    run, shapes, inner = make_run(trainer, credit=credit), [], trainer.hidden_states
+
+    def counted(run, **inputs):
+        shapes.append(next(iter(inputs.values())).shape[:2])
+        return inner(run, **inputs)
+
+    monkeypatch.setattr(trainer, "hidden_states", counted)
+    texts = [tokens(p) for p in COMPLETIONS[:4]]
+    batch = make_batch(texts, advantages=[0.0] * 4)
+    metrics = score(run, batch)
+    assert not shapes and metrics["credit_completions"] == metrics["credit_forward_tokens"] == 0
+    assert torch.equal(batch.weights, batch.mask.float())
+
+    score(run, make_batch(texts, advantages=[0.0, 1.0, 1.0, 0.0]))  # the third has no answer
+    assert {rows for rows, _ in shapes[:1]} == {1}
+    alone, shapes = list(shapes), shapes
+    shapes.clear()
+    metrics = score(run, make_batch([texts[1]], [encode(PROMPTS[1])], [1.0]))
+    assert shapes == alone
+    computed = sum(math.prod(shape) for shape in shapes)
+    assert metrics["credit_forward_tokens"] == computed
+
+
+def test_oar_p_reuses_the_prefix_and_keeps_its_budget(make_run, monkeypatch):
+    reasoning = "We begin at 23. " * 20 + "\\boxed{"
+    length, prompt = len(encode(reasoning)), encode(PROMPTS[0])
+    shapes, inner = [], trainer.hidden_states
+
+    def counted(run, **inputs):
+        rows, new = inputs["input_ids"].shape
+        shapes.append((rows, new, inputs["past_key_values"].get_seq_length() + new))
+        return inner(run, **inputs)
+
+    monkeypatch.setattr(trainer, "hidden_states", counted)
+    batch = make_batch([tokens((reasoning, "23", "}."))], [prompt], [1.0])
+    conclude = len(encode(trainer.Args().oar_conclude))
+    total = len(prompt) + length + conclude
+    run = make_run(trainer, credit="oar_p", oar_max_tokens_per_micro_batch=20 * total)
+    metrics = score(run, batch)
+    clean, *blocks = shapes
+    assert clean == (1, total, total)
+    assert sum(rows for rows, _, _ in blocks) == length
+    assert all(rows * whole <= 20 * total and whole == total for rows, _, whole in blocks)
+    least = sum(total - len(prompt) - t for t in range(length))  # every row from its own token
+    assert least <= metrics["credit_forward_tokens"] - total < 1.34 * least
+
+
+# --------------------------------------------------------------------------------------------------
+# The answer's tokens
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("parts", COMPLETIONS)
+def test_the_answer_is_found_in_the_tokens(parts):
+    assert trainer.answer_span(TOKENIZER, tokens(parts)) == known_span(parts)
+
+
+def test_the_answer_is_found_in_tokens_the_tokenizer_would_not_make():
+    text = "So \\boxed{42}."
+    letters = [i for letter in text for i in encode(letter)]
+    assert letters != encode(text)
+    assert trainer.answer_span(TOKENIZER, letters) == (10, 12)
+
+
+class Pieces:
+    """A tokenizer whose token ids are places in a list of pieces."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens  # as the graded text
+        return "".join(self.pieces[i] for i in ids)
+
+
+@pytest.mark.parametrize(
+    "pieces, span",
+    [
+        (["\\", "boxed", "{\\", "frac", "{1", "}{", "2", "}}", "."], (2, 8)),  # as in Qwen's BPE
+        (["a", "\\boxed{4}", "b"], (1, 2)),
+        (["\\boxed{4}"], (0, 1)),
+        (["\\boxed{", "", "4", "", "}"], (1, 3)),  # tokens without text go with what follows them
+    ],
+)
+def test_a_token_that_holds_some_of_the_answer_is_of_the_answer(pieces, span):
+    assert trainer.answer_span(Pieces(*pieces), list(range(len(pieces)))) == span
+
+
+def test_hostile_completions_stay_finite(make_run):
+    """Every byte token, half a character in the box, unclosed and empty boxes, random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    box, close = encode("\\boxed{"), encode("}")
+    half = encode("\u20ac")
+    assert len(half) > 1
+    hostile = [
+        list(range(3, 260)),
+        [*box, *half[:1], *close],
+        [*half[:1], *box, *half[1:], *half[:1], *close, *half],
+        [*half[1:], *box, *box, *box, *close],
+        [*box, *close, *box, *close],
+        encode("\\boxed" * 20 + "{" * 20),
+        encode("{\\boxed{}}" * 8 + "\\\\\\boxed{\\}} \\boxed{\\"),
+        [TOKENIZER.eos_token_id],
+        [*box, TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, *close],
+        encode("\\boxed{" + "9" * 200 + "}"),
+        *(torch.randint(0, len(TOKENIZER), (60,), generator=generator).tolist() for _ in range(2)),
+    ]
+    for credit in ("oar_p", "oar_g"):
+        run = make_run(trainer, credit=credit, per_device_train_batch_size=12)
+        batch = make_batch(hostile)
+        score(run, batch)
+        assert batch.scores.isfinite().all() and (batch.scores >= 0).all()
+        assert batch.weights.isfinite().all() and (batch.weights >= 0).all()
+        assert torch.allclose(batch.weights.sum(1), batch.mask.sum(1).float(), rtol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# Gating
+# --------------------------------------------------------------------------------------------------
+def gate(scores, length=None, **flags) -> torch.Tensor:
+    scores = torch.tensor([scores], dtype=torch.float)
+    reasoning = torch.arange(scores.shape[1])[None] < (length or scores.shape[1])
+    return trainer.gate(trainer.Args(**flags), scores, reasoning)[0]
+
+
+def test_gating_by_hand():
+    """n = 0, 1/4, 1/2, 3/4, 1 and tau = n_(q * 4)."""
+    scores = [math.expm1(x) for x in (0.0, 0.5, 1.0, 1.5, 2.0)]
+    free = {"oar_keep_mass": False}
+    expected = {
+        0: [1, 1.25, 1.5, 1.75, 2],
+        0.25: [0.1, 1, 4 / 3, 5 / 3, 2],
+        0.375: [0.1, 2 / 3, 1.2, 1.6, 2],  # tau between two scores
+        0.5: [0.1, 0.5, 1, 1.5, 2],
+        1: [0.1, 0.25, 0.5, 0.75, 1],
+    }
+    for q, weights in expected.items():
+        assert gate(scores, oar_quantile=q, **free).tolist() == pytest.approx(weights, abs=1e-6)
+        kept = [w * 5 / sum(weights) for w in weights]
+        assert gate(scores, oar_quantile=q).tolist() == pytest.approx(kept, abs=1e-6)
+    assert gate(scores, oar_beta=0.0, **free).tolist() == pytest.approx([0.1, 1, 1, 1, 1])
+    assert gate(scores, oar_beta=3.0, **free)[4].item() == pytest.approx(4)
+    floored = gate(scores, oar_floor=0.4, oar_quantile=0.5, **free)
+    assert floored[:2].tolist() == pytest.approx([0.4, 0.5])
+
+
+def test_the_rest_of_a_completion_weighs_one():
+    """What is outside the reasoning has no say in the quantile, the range or the mass."""
+    alone, padded = gate([1.0, 2.0, 5.0]), gate([1.0, 2.0, 5.0, 99.0, 0.0], length=3)
+    assert torch.equal(padded[:3], alone) and padded[3:].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("q", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("keep_mass", [True, False])
+def test_equal_scores_give_one(q, keep_mass):
+    for scores in ([0.0] * 5, [3.7] * 5, [2.0], [0.0], [1e-30] * 2, [1e30] * 3):
+        assert gate(scores, oar_quantile=q, oar_keep_mass=keep_mass).tolist() == [1] * len(scores)
+
+
+def test_ragged_gating_equals_the_reference_row_by_row():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(40, 30, generator=generator).exp() ** 3
+    scores[5:10] = scores[5:10].round()  # ties
+    lengths = torch.randint(0, 31, (40,), generator=generator)
+    reasoning = torch.arange(30) < lengths[:, None]
+    for q in (0.0, 0.25, 0.9, 1.0):
+        for keep in (True, False):
+            args = trainer.Args(oar_quantile=q, oar_keep_mass=keep)
+            weights = trainer.gate(args, scores, reasoning)
+            assert (weights[~reasoning] == 1).all()
+            for row, length in enumerate(lengths.tolist()):
+                if length:
+                    expected = reference_gate(scores[row, :length], q, keep_mass=keep)
+                    assert np.allclose(weights[row, :length], expected, atol=1e-6)
+                if keep:
+                    total = weights[row, :length].double().sum().item()
+                    assert total == pytest.approx(length, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("oar_quantile", "1.5"), ("oar_noise_std", "0"), ("oar_beta", "-1")]
+)
+def test_flags_that_make_no_sense_are_refused(name, value, capsys):
+    with pytest.raises(SystemExit) as stop:
+        trainer.parse_args([f"--{name}={value}"])
+    assert stop.value.code == 2 and name in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights: controls and plain GRPO
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("credit", ["oar_g", "oar_p", "random", "shuffled"])
+def test_the_mass_is_kept(make_run, credit):
+    run = make_run(trainer, credit=credit)
+    batch = make_batch([tokens(p) for p in COMPLETIONS])
+    score(run, batch)
+    mean = batch.weights.double().sum(1) / batch.mask.sum(1)
+    assert (mean - 1).abs().max() < 1e-6
+    assert (batch.weights[~batch.mask] == 0).all() and batch.credit is batch.weights
+
+
+def test_controls_keep_the_weights_and_lose_their_places(make_run):
+    batches = {}
+    for credit in ("oar_g", "random", "shuffled"):
+        batches[credit] = make_batch([tokens(p) for p in COMPLETIONS])
+        score(make_run(trainer, credit=credit), batches[credit])
+    original = batches["oar_g"].weights
+    for row, parts in enumerate(COMPLETIONS):
+        length = len(encode(parts[0])) if parts[1] else 0
+        before = original[row, :length]
+        moved, drawn = (batches[c].weights[row] for c in ("shuffled", "random"))
+        assert torch.equal(moved[:length].sort()[0], before.sort()[0])
+        for weights in (moved, drawn):
+            assert torch.equal(weights[length:], original[row, length:])
+            if length > 8:
+                assert (weights[:length] - before).abs().max() > 0.1
+        if length > 1:  # as concentrated: the same sum of squares
+            assert drawn.square().sum().item() == pytest.approx(
+                original[row].square().sum().item(), rel=2e-2
+            )
+
+
+def test_uniform_is_plain_grpo_to_the_bit(make_run, monkeypatch):
+    run = make_run(trainer, credit="uniform")
+    monkeypatch.setattr(trainer, "hidden_states", None)  # would be an error
+    batch = make_batch([tokens(p) for p in COMPLETIONS[:8]])
+    score(run, batch)
+    assert torch.equal(batch.weights, batch.mask.float())
+    log_ratio = torch.randn(batch.logp.shape) * 0.3
+    weight, advantages = trainer.surrogate_terms(run.args, batch, log_ratio)
+    assert weight is log_ratio
+    assert torch.equal(advantages, batch.advantages[:, None] * batch.mask)
+    scale = trainer.token_scale(run.args, batch.loss_mask, len(batch.rows), 0)
+    loss, _ = trainer.policy_loss(run.args, batch, batch.logp + log_ratio, batch.logp, scale)
+    plain = copy.copy(batch)
+    plain.credit = torch.ones_like(batch.logp)  # no weights at all
+    again, _ = trainer.policy_loss(run.args, plain, batch.logp + log_ratio, batch.logp, scale)
+    assert torch.equal(loss, again)
+
+
+def test_without_kept_mass_the_mean_is_what_it_is(make_run):
+    batch = make_batch([tokens(COMPLETIONS[0])])
+    run = make_run(trainer, oar_keep_mass=False, oar_quantile=0.0)
+    score(run, batch)
+    assert batch.weights[batch.mask].min() >= 1 and batch.weights.max() == 2
