@@ -343,7 +343,7 @@ def load_data(args):
     sets, style = load_problems(args), (args.system_prompt, json.loads(args.chat_template_kwargs))
     prompts = [[encode_prompt(tokenizer, p.prompt, *style) for p in problems] for problems in sets]
     if not all(prompts[0] + prompts[1]):
-        raise DataError(f"the tokenizer of {name} turns a prompt into no tokens: give another model")
+        raise DataError(f"the tokenizer of {name} turns a prompt into no tokens: use another model")
     longest = max(map(len, prompts[0] + prompts[1]))
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
     if longest + args.max_completion_length > context:

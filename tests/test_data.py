@@ -167,6 +167,12 @@ def test_slips_that_cancel_are_an_error_though_the_answer_is_right():
     assert text.endswith("\\boxed{79}.") and data.first_error(text, PROBLEM) == text.index("43") + 1
 
 
+def test_of_two_equal_boxes_the_last_is_marked():
+    """That is the one that the grader reads."""
+    text = RIGHT.replace("{79}", "{80}") + " Yes, \\boxed{80}, not {80}."
+    assert data.first_error(text, PROBLEM) == text.rindex("\\boxed{") + len("\\boxed{")
+
+
 def characters(text):
     return data.token_roles(list(text), PROBLEM)
 
@@ -640,16 +646,16 @@ def test_a_template_that_refuses_is_one_sentence(tokenizer):
 
 def test_training_and_evaluation_prompts_come_from_the_same_function(monkeypatch, tmp_path):
     """load_data encodes both sets, with the same system prompt and template arguments."""
-    calls = []
+    calls, encode_prompt = [], data.encode_prompt
 
     def encode(tokenizer, prompt, *style):
         calls.append((prompt, style))
-        return data.encode_prompt(tokenizer, prompt, *style)
+        return encode_prompt(tokenizer, prompt, *style)
 
-    monkeypatch.setattr(trainer, "encode_prompt", encode)
+    monkeypatch.setattr(data, "encode_prompt", encode)
     name = write(tmp_path / "set.jsonl", ROWS)
     args = flags(dataset_name=name, system_prompt="Be brief.", chat_template_kwargs='{"x": 1}')
-    tokenizer, (train, train_ids), (held_out, held_out_ids) = trainer.load_data(args)
+    tokenizer, (train, train_ids), (held_out, held_out_ids) = data.load_data(args)
     assert [prompt for prompt, _ in calls] == [p.prompt for p in train + held_out]
     assert {str(style) for _, style in calls} == {str(("Be brief.", {"x": 1}))}
     for problem, ids in zip(train + held_out, train_ids + held_out_ids, strict=True):

@@ -98,7 +98,7 @@ def test_the_comparison_sees_every_difference():
     assert replaced != source and first_difference(source, replaced) is None
     for old, new in (
         ("import torch\n", "import torch \n"),
-        ("learning_rate: float = flag(4e-3", "learning_rate: float = flag(3e-3"),
+        ("learning_rate: float = flag(", "learning_rate: float = flag(1 + "),
         (f"{END}\n\n\n", f"{END}\n\n\n\n"),
         (f"    {END}\n    # optimiser\n", f"    # optimiser\n    {END}\n"),
         ('if __name__ == "__main__":\n    main()\n', ""),

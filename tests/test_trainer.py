@@ -487,7 +487,7 @@ def test_a_second_iteration_is_clipped_against_the_first(make_run):
 
 
 def test_kl_pulls_towards_the_base(make_run):
-    """beta > 0: at advantage 0 the gradient is the k3 KL's alone; autograd on the formula agrees."""
+    """beta > 0: at advantage 0 the gradient is the k3 KL's alone, as autograd has it."""
     batch, args = random_batch(), flags(beta=0.5)
     batch.advantages = torch.zeros(8)
     loss, gradient, _ = loss_and_gradient(args, batch, batch.logp, batch.logp)
