@@ -161,13 +161,13 @@ class Args:
         "cosine", "after the warm-up (which constant has not)"
     )
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
-    max_steps: int = flag(50, "updates; 0 evaluates and stops")
+    max_steps: int = flag(45, "updates; 0 evaluates and stops")
     seed: int = flag(1, "of the adapter, the data order and every sample")
     # evaluation and output
     eval_steps: int = flag(25, "evaluate every so many updates; 0: before and after only")
-    max_eval_samples: int = flag(256, "held-out problems")
+    max_eval_samples: int = flag(200, "held-out problems")
     num_generations_eval: int = flag(4, "samples per held-out problem")
-    per_device_eval_batch_size: int = flag(256, "completions generated at once in evaluation")
+    per_device_eval_batch_size: int = flag(200, "completions generated at once in evaluation")
     output_dir: str | None = flag(None, "default runs/<script>-<credit>-<seed>")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "a tracker")
 
@@ -1051,6 +1051,7 @@ def train(run: Run, train_set, held_out, log: RunLog, bar) -> list[dict]:
         metrics |= score(run, batch, one_update)
         metrics |= rollout_metrics(run.accelerator, batch, args.num_generations)
         metrics["tokens_per_second"] = metrics["rollout_tokens"] / metrics["seconds_rollout"]
+        metrics["reward_timeouts"] = run.grader.timeouts  # of this process, so far
         if metrics["zero_std_share"] == 1 and not bar.disable:
             bar.write(
                 f"step {step + 1}: every group has equal rewards (all {metrics['reward']:.2f}): "
@@ -1102,7 +1103,7 @@ def main() -> None:
     started, args = time.time(), parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # peft asks transformers
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing")  # peft's to transformers
     use_every_core()
     try:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
