@@ -160,7 +160,7 @@ class Args:
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
         "cosine", "after the warm-up (which constant has not)"
     )
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0 is off")
     max_steps: int = flag(45, "updates; 0 evaluates and stops")
     seed: int = flag(1, "of the adapter, the data order and every sample")
     # evaluation and output
@@ -906,7 +906,8 @@ def update(run: Run, batch: Batch, index: Tensor, one_update: bool) -> dict[str,
             loss, clipped = policy_loss(args, micro, logp, old_logp, scale)
             accelerator.backward(loss * accelerator.num_processes)  # DDP takes the mean
         totals += torch.stack([loss.detach(), clipped.sum(), clipped.any(1).sum()])
-    grad_norm = accelerator.clip_grad_norm_(run.policy.parameters(), args.max_grad_norm)
+    limit = args.max_grad_norm or float("inf")
+    grad_norm = accelerator.clip_grad_norm_(run.policy.parameters(), limit)
     learning_rate = run.scheduler.get_last_lr()[0]
     run.optimizer.step()
     run.scheduler.step()

@@ -1,12 +1,12 @@
 """What credit costs: whole steps with every credit method, side by side in one process.
 
-    python tests/bench.py                        # every script, the embedded default, on this machine
+    python tests/bench.py                        # every script, the embedded default
     python tests/bench.py --repeats 9 grpo_oar   # one script, more repeats
 
 Each repeat runs one step (rollout, score, credit, update) of every method, in turn, on the same
 prompts from the same adapter, after a warm-up of each. Printed are medians with the quartiles of
-the step's seconds, and the median of the ratio to `uniform` of the same script and repeat: a machine
-whose speed drifts slows both.
+the step's seconds, and the median of the ratio to `uniform` of the same script and repeat: a
+machine whose speed drifts slows both.
 """
 
 import argparse

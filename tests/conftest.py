@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may wait for a network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would only wait
 ROOT = Path(__file__).resolve().parents[1]
 TINY = str(ROOT / "common/tiny_policy")
 sys.path.insert(0, str(ROOT))

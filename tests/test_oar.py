@@ -337,7 +337,8 @@ def test_no_work_where_there_is_no_advantage(make_run, monkeypatch, credit):
     assert metrics["credit_forward_tokens"] == computed
 
 
-def test_oar_p_reuses_the_prefix_and_keeps_its_budget(make_run, monkeypatch):
+@pytest.mark.parametrize("most", [20, 10_000])
+def test_oar_p_reuses_the_prefix_and_keeps_its_budget(make_run, monkeypatch, most):
     reasoning = "We begin at 23. " * 20 + "\\boxed{"
     length, prompt = len(encode(reasoning)), encode(PROMPTS[0])
     shapes, inner = [], trainer.hidden_states
@@ -351,12 +352,12 @@ def test_oar_p_reuses_the_prefix_and_keeps_its_budget(make_run, monkeypatch):
     batch = make_batch([tokens((reasoning, "23", "}."))], [prompt], [1.0])
     conclude = len(encode(trainer.Args().oar_conclude))
     total = len(prompt) + length + conclude
-    run = make_run(trainer, credit="oar_p", oar_max_tokens_per_micro_batch=20 * total)
+    run = make_run(trainer, credit="oar_p", oar_max_tokens_per_micro_batch=most * total)
     metrics = score(run, batch)
     clean, *blocks = shapes
     assert clean == (1, total, total)
     assert sum(rows for rows, _, _ in blocks) == length
-    assert all(rows * whole <= 20 * total and whole == total for rows, _, whole in blocks)
+    assert all(rows * whole <= most * total and whole == total for rows, _, whole in blocks)
     least = sum(total - len(prompt) - t for t in range(length))  # every row from its own token
     assert least <= metrics["credit_forward_tokens"] - total < 1.34 * least
 
@@ -393,6 +394,7 @@ class Pieces:
         (["\\", "boxed", "{\\", "frac", "{1", "}{", "2", "}}", "."], (2, 8)),  # as in Qwen's BPE
         (["a", "\\boxed{4}", "b"], (1, 2)),
         (["\\boxed{4}"], (0, 1)),
+        (["\\boxed{", "4", "} or {", "4", "}, \\boxed{", "4", "} {", "4", "}"], (5, 6)),
         (["\\boxed{", "", "4", "", "}"], (1, 3)),  # tokens without text go with what follows them
     ],
 )
