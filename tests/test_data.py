@@ -463,7 +463,8 @@ def test_an_evaluation_set_of_its_own(tmp_path):
     assert len(held_out) == 11 and Problem("New?", "7") in held_out
     assert sorted(train) == sorted(Problem(r["problem"], r["answer"]) for r in ROWS[:30])
     train, held_out = data.load_problems(flags(dataset_name=name, eval_dataset_name=data.EMBEDDED))
-    assert len(train) == 40 and len(held_out) == 256 and all(p.steps for p in held_out)
+    assert len(train) == 40 and len(held_out) == flags().max_eval_samples
+    assert all(p.steps for p in held_out)
 
 
 def test_the_embedded_sets():
