@@ -36,6 +36,7 @@ METHODS = [
     ("grpo_strace", "p_trace"),
     ("grpo_strace", "s_trace"),
 ]
+ON_PAGE = ("arca", "oar_p", "oar_g", "s_trace")
 SAMPLES, PROBLEMS = 4, 32
 
 
@@ -109,9 +110,8 @@ def measure(folder: str | None) -> list[dict]:
         advantages = (fields["rewards"].view(-1, SAMPLES) - mean[:, None]) / (std[:, None] + 1e-4)
         batch.advantages = advantages.flatten()
         group = credit_group(run.tokenizer, batch, problems, SAMPLES, 0)
-        for part in group:
-            part["prompt"] = f"[{credit}] {part['prompt']}"
-        groups += group
+        for part in group if credit in ON_PAGE else []:
+            groups.append(part | {"prompt": f"[{credit}] {part['prompt']}"})
         run.grader.close()
     return groups
 
