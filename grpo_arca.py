@@ -922,7 +922,11 @@ def main() -> None:
         run.model.save_pretrained(Path(args.output_dir) / "adapter")
         title = f"{SCRIPT.stem} --credit {args.credit}, seed {args.seed}"
         print(write_report(args.output_dir, title, config, log.rows, groups, summary))
+    run.accelerator.wait_for_everyone()  # nobody closes the group while another still writes
     run.accelerator.end_training()
+    if run.accelerator.num_processes > 1:
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads have been seen to hang in their destructors
 
 
 if __name__ == "__main__":
