@@ -90,8 +90,8 @@ def measure(folder: str | None) -> list[dict]:
             roles = token_roles(pieces, problems[row])
             weights = batch.weights[row][mask[row]]
             for role, values in shares.items():
-                chosen = torch.tensor([r == role or r == "first_wrong" for r in roles])
-                chosen = chosen if role == "decisive" else torch.tensor([r == role for r in roles])
+                # The first wrong token is one of the decisive ones.
+                chosen = torch.tensor([r in (role, "first_wrong") for r in roles])
                 if chosen.any():
                     values.append((weights[chosen].mean() / weights.mean()).item())
         scores[credit], rank = batch.scores, ""
