@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import TINY, random_batch
 from transformers import AutoTokenizer
+from transformers.models.qwen3 import modeling_qwen3
 
 import grpo_oar as trainer
 
@@ -189,11 +190,13 @@ def compare(batch, reference, tolerance: float = 1e-4) -> None:
 # --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", MODES)
 def test_oar_p_equals_whole_forwards(make_run, mode):
-    """The cached blocks against one whole forward a row; a budget of few rows as well."""
+    """Prefixes from the cache, on the dense copy of the policy and on the adapter, against one whole
+    forward a row; a budget of few rows as well."""
     budget = {"last": 16384, "answer_mean": 500, "answer_joint": 1}[mode]
     run = make_run(
         trainer, credit="oar_p", oar_answer_mode=mode, temperature=0.7,
         oar_max_tokens_per_micro_batch=budget, per_device_train_batch_size=12,
+        rollout_weights="merged" if mode == "last" else "adapter",
     )  # fmt: skip
     prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
     metrics = score(run, batch)
@@ -216,6 +219,26 @@ def test_oar_g_equals_one_backward_a_completion(make_run, noise, tolerance):
     compare(batch, reference, tolerance)
 
 
+def test_oar_g_in_float64_at_the_default_noise(make_run, monkeypatch):
+    """What is left of the difference in fp32 is rounding: in float64 six more digits agree."""
+
+    def norm(self, x):  # transformers' own goes through float32
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", norm)
+    run = make_run(trainer, temperature=0.7, load_in_4bit=False)
+    run.model.double()
+    prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
+    index = torch.arange(len(COMPLETIONS))
+    probes = trainer.find_probes(run, batch)
+    found, _ = trainer.gradient_scores(run, batch.select(index), probes)
+    for probe, scores in zip(probes, found, strict=True):
+        row = probe.row
+        expected = reference_oar_g(run, int(batch.rows[row]), prompts[row], COMPLETIONS[row])
+        assert scores.dtype == torch.float64
+        assert (scores - expected).abs().max() <= 1e-6 * expected.max()
+
+
 @pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
 def test_batched_equals_one_by_one_in_any_order(make_run, credit):
     whole = make_batch([tokens(p) for p in COMPLETIONS])
@@ -229,7 +252,8 @@ def test_batched_equals_one_by_one_in_any_order(make_run, credit):
     run.args.per_device_train_batch_size = 1
     score(run, single)
     scale = whole.scores.amax(1, keepdim=True)[order]
-    assert ((single.scores - whole.scores[order]).abs() <= 1e-4 * scale).all()
+    # A shift of 1e-6 leaves few digits: other sums of its two distributions share 3 or 4 of them.
+    assert ((single.scores - whole.scores[order]).abs() <= 3e-4 * scale).all()
     assert (single.weights - whole.weights[order]).abs().max() < 1e-2  # tau near 0 is steep
     assert (single.weights - whole.weights[order]).abs().mean() < 1e-4
 
@@ -255,9 +279,9 @@ def test_only_the_reasoning_gets_noise(make_run, monkeypatch):
     run = make_run(trainer, oar_noise_std=0.01)
     seen, inner = [], trainer.hidden_states
 
-    def watched(run, **inputs):
+    def watched(run, model, **inputs):
         seen.append(inputs["inputs_embeds"])
-        return inner(run, **inputs)
+        return inner(run, model, **inputs)
 
     monkeypatch.setattr(trainer, "hidden_states", watched)
     parts = COMPLETIONS[0]
@@ -316,9 +340,10 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(make_run):
 def test_no_work_where_there_is_no_advantage(make_run, monkeypatch, credit):
     run, shapes, inner = make_run(trainer, credit=credit), [], trainer.hidden_states
 
-    def counted(run, **inputs):
-        shapes.append(next(iter(inputs.values())).shape[:2])
-        return inner(run, **inputs)
+    def counted(run, model, **inputs):
+        what = "input_ids" if credit == "oar_p" else "inputs_embeds"
+        shapes.append(inputs[what].shape[:2])
+        return inner(run, model, **inputs)
 
     monkeypatch.setattr(trainer, "hidden_states", counted)
     texts = [tokens(p) for p in COMPLETIONS[:4]]
@@ -343,10 +368,10 @@ def test_oar_p_reuses_the_prefix_and_keeps_its_budget(make_run, monkeypatch, mos
     length, prompt = len(encode(reasoning)), encode(PROMPTS[0])
     shapes, inner = [], trainer.hidden_states
 
-    def counted(run, **inputs):
+    def counted(run, model, **inputs):
         rows, new = inputs["input_ids"].shape
         shapes.append((rows, new, inputs["past_key_values"].get_seq_length() + new))
-        return inner(run, **inputs)
+        return inner(run, model, **inputs)
 
     monkeypatch.setattr(trainer, "hidden_states", counted)
     batch = make_batch([tokens((reasoning, "23", "}."))], [prompt], [1.0])
@@ -359,7 +384,7 @@ def test_oar_p_reuses_the_prefix_and_keeps_its_budget(make_run, monkeypatch, mos
     assert sum(rows for rows, _, _ in blocks) == length
     assert all(rows * whole <= most * total and whole == total for rows, _, whole in blocks)
     least = sum(total - len(prompt) - t for t in range(length))  # every row from its own token
-    assert least <= metrics["credit_forward_tokens"] - total < 1.34 * least
+    assert least <= metrics["credit_forward_tokens"] - total < (1 + 1 / 32) * least
 
 
 # --------------------------------------------------------------------------------------------------
