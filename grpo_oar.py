@@ -28,14 +28,21 @@ to the byte in every grpo_*.py. Read `main` first, then upwards.
 """
 
 import contextlib
+import copy
 import dataclasses
+import errno
 import hashlib
 import importlib.util
 import json
+import math
 import os
+import shlex
+import shutil
+import signal
 import sys
 import time
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -44,18 +51,24 @@ import psutil
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed, tqdm
+from accelerate.utils import broadcast_object_list, gather_object, set_seed, tqdm
 from peft import LoraConfig, get_peft_model
 from peft.utils.integrations import dequantize_bnb_weight
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     HfArgumentParser,
     StaticCache,
     get_scheduler,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 from common.data import DataError, Problem, first_error, load_data, problem_at
@@ -70,6 +83,11 @@ from common.metrics import (
 from common.reward import Grader
 
 SCRIPT = Path(__file__).resolve()
+OUT_OF_MEMORY = (
+    "out of GPU memory: set --gradient_checkpointing True, then lower "
+    "--per_device_train_batch_size (and raise --gradient_accumulation_steps as much), then set "
+    "--rollout_weights adapter"
+)
 
 
 def flag(default, help: str):
@@ -117,7 +135,11 @@ class Args:
         None, "micro-batches per rollout; default gradient_accumulation_steps: one update"
     )
     num_iterations: int = flag(1, "times each rollout is trained on (mu)")
+    max_tokens_per_micro_batch: int | None = flag(
+        None, "rows x length of a micro-batch, instead of per_device_train_batch_size rows"
+    )
     gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory")
+    torch_compile: bool = flag(False, "compile decoder layers: minutes of warm-up, faster steps")
     # objective
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag(
         "grpo", "token mean per completion | over the global batch | per max_completion_length"
@@ -169,17 +191,24 @@ class Args:
     num_generations_eval: int = flag(4, "samples per held-out problem")
     per_device_eval_batch_size: int = flag(200, "completions generated at once in evaluation")
     output_dir: str | None = flag(None, "default runs/<script>-<credit>-<seed>")
+    save_steps: int = flag(500, "save a checkpoint every so many updates; 0: only when interrupted")
+    save_total_limit: int | None = flag(None, "keep this many checkpoints, the latest")
+    resume_from_checkpoint: str | None = flag(
+        None, "folder of a checkpoint, or latest: that of output_dir, from the start if it has none"
+    )
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "a tracker")
 
 
 POSITIVE = (
     "max_completion_length per_device_train_batch_size gradient_accumulation_steps temperature "
     "top_p epsilon num_iterations max_eval_samples num_generations_eval lora_r learning_rate "
-    "per_device_eval_batch_size steps_per_generation"
+    "per_device_eval_batch_size steps_per_generation save_total_limit "
+    "max_tokens_per_micro_batch lora_alpha"
 ).split()
 NOT_NEGATIVE = (
-    "max_steps seed top_k beta max_grad_norm weight_decay warmup_steps eval_steps".split()
-)
+    "max_steps seed top_k beta epsilon_high max_grad_norm weight_decay warmup_steps eval_steps "
+    "save_steps"
+).split()
 
 
 def fail(message: str) -> None:
@@ -205,10 +234,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         template_is_object = isinstance(json.loads(args.chat_template_kwargs), dict)
     except ValueError:
         template_is_object = False
-    wrong = {f"--{name} must be above 0": not getattr(args, name) > 0 for name in POSITIVE}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    wrong = {f"--{name} must be above 0": not given.get(name, 1) > 0 for name in POSITIVE}
     wrong |= {f"--{name} must be 0 or more": not getattr(args, name) >= 0 for name in NOT_NEGATIVE}
     wrong |= {
         "--top_p must be at most 1": args.top_p > 1,
+        "--temperature must be at least 1e-6": 0 < args.temperature < 1e-6,
+        "--seed must be below 2^32": args.seed >= 2**32,
         "--lora_dropout must be at least 0 and below 1": not 0 <= args.lora_dropout < 1,
         "--num_generations must be at least 2: a group of one has no advantage":
             args.num_generations < 2,
@@ -222,6 +254,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
         '--chat_template_kwargs must be JSON such as {"enable_thinking": false}':
             not template_is_object,
     }  # fmt: skip
+    numbers = {name: value for name, value in vars(args).items() if isinstance(value, float)}
+    wrong |= {f"--{name} must be finite": not math.isfinite(x) for name, x in numbers.items()}
     for message in (message for message, is_wrong in wrong.items() if is_wrong):
         fail(message)
     return args
@@ -262,6 +296,7 @@ def sample_tokens(
     # Strictly below the total, or rounding would let u near 1 pick an impossible last token.
     threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     token = torch.searchsorted(cdf, threshold, right=True).squeeze(1)
+    token = token.clamp(max=logits.shape[1] - 1)  # where the logits are NaN
     return token, logp.gather(1, token[:, None]).squeeze(1)
 
 
@@ -278,67 +313,167 @@ class Completions(NamedTuple):
         return tokenizer.batch_decode([ids[:n] for ids, n in rows], skip_special_tokens=True)
 
 
-@torch.no_grad()
+def grouped_attention(module, query: Tensor, key: Tensor, value: Tensor, mask, **options):
+    """Attention [B, heads, queries, D] for transformers. With one query a row, the heads that share
+    a key and value head stand in for queries, so that no head needs a copy of the cache."""
+    if query.shape[2] > 1:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    groups = query.view(len(query), key.shape[1], -1, query.shape[3])
+    scale = options.get("scaling")
+    out = F.scaled_dot_product_attention(groups, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(len(query), 1, query.shape[1], -1), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+class Decoder:
+    """Samples up to `length` tokens for each of `batch` prompts of up to `width`.
+
+    Every token runs the same `step` on the same buffers, without a word from the host; on a GPU it
+    is captured as a CUDA graph, once for each number of lines. Masks come from lengths, never from
+    token ids: a pad token may be a stop token.
+    """
+
+    def __init__(self, model, eos_ids: Tensor, pad_id: int, shape: tuple[int, int, int], sampling):
+        self.model, self.eos_ids, self.pad_id, self.sampling = model, eos_ids, pad_id, sampling
+        batch, self.width, self.length = shape
+        whole = self.width + self.length
+
+        def buffer(*shape: int, dtype=torch.long) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=eos_ids.device)
+
+        # The results, a line for each completion
+        self.ids, self.logp = buffer(batch, whole), buffer(batch, self.length, dtype=torch.float)
+        self.lengths, self.stopped = buffer(batch), buffer(batch, dtype=torch.bool)
+        # Those in progress: the first n lines, of which `done` ones only fill up the number
+        self.place, self.done = buffer(batch), buffer(batch, dtype=torch.bool)
+        self.token, self.position, self.t = buffer(batch, 1), buffer(batch, 1), buffer(1)
+        self.u = buffer(batch, self.length, dtype=torch.float)
+        self.mask = buffer(batch, 1, 1, whole, dtype=model.dtype)
+        self.cache = StaticCache(config=model.config, max_cache_len=whole)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.eager_steps: Counter = Counter()
+
+    def lines(self, n: int) -> StaticCache:
+        """The first n lines of the cache, not a copy."""
+        if n == len(self.ids):
+            return self.cache
+        part = copy.copy(self.cache)
+        part.layers = [copy.copy(layer) for layer in self.cache.layers]
+        for layer in part.layers:
+            layer.keys, layer.values = layer.keys[:n], layer.values[:n]
+        return part
+
+    def emit(self, n: int, logits: Tensor) -> None:
+        """Samples a token from the logits [n, V] and makes the buffers ready for the next one."""
+        place, done, t = self.place[:n], self.done[:n], self.t
+        u = self.u[:n].index_select(1, t).squeeze(1)
+        new, logp = sample_tokens(logits, u, **self.sampling)
+        new = torch.where(done, self.pad_id, new)
+        self.ids.index_put_((place, t + self.width), new)
+        self.logp.index_put_((place, t), torch.where(done, 0.0, logp))
+        self.lengths.index_add_(0, place, (~done).long())
+        done.logical_or_((new[:, None] == self.eos_ids).any(1))
+        self.stopped.index_copy_(0, place, done)
+        self.token[:n].copy_(new[:, None])
+        self.position[:n].add_(1)
+        self.mask[:n].index_fill_(3, t + self.width, 0)
+        t.add_(1)
+
+    def step(self, n: int) -> None:
+        inputs = {"attention_mask": self.mask[:n], "position_ids": self.position[:n]}
+        inputs |= {"past_key_values": self.lines(n), "use_cache": True}
+        self.emit(n, self.model(input_ids=self.token[:n], **inputs).logits[:, -1])
+
+    def captured_step(self, n: int) -> None:
+        """`step` as a graph, after three eager ones that warm up what must not be captured."""
+        if n not in self.graphs and self.eager_steps[n] < 3:
+            self.eager_steps[n] += 1
+            return self.step(n)
+        if n not in self.graphs:
+            self.graphs[n] = torch.cuda.CUDAGraph()
+            pool = next(iter(self.graphs.values())).pool() if len(self.graphs) > 1 else None
+            with torch.cuda.graph(self.graphs[n], pool=pool):  # records, runs nothing
+                self.step(n)
+        self.graphs[n].replay()
+
+    def start(self, prompts: list[list[int]], u: Tensor) -> None:
+        """Fills the buffers, reads the prompts and samples the first tokens."""
+        device, width = u.device, self.width
+        rows = [[self.pad_id] * (width - len(prompt)) + prompt for prompt in prompts]
+        lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+        real = torch.arange(width, device=device) >= width - lengths  # [B, P]
+        positions = (real.long().cumsum(1) - 1).clamp(min=0)
+        low = torch.finfo(self.model.dtype).min  # not -inf: a row that sees nothing becomes no NaN
+        for buffer in (self.logp, self.lengths, self.done, self.t):
+            buffer.zero_()
+        self.ids.fill_(self.pad_id)[:, :width] = torch.tensor(rows, device=device)
+        self.u.copy_(u)
+        self.place.copy_(torch.arange(len(prompts), device=device))
+        self.position.copy_(positions[:, -1:])
+        self.mask.fill_(low)[:, 0, 0, :width].masked_fill_(real, 0)
+        self.cache.reset()
+        causal = self.mask.new_full((width, self.mask.shape[3]), low).triu(1)
+        inputs = {"attention_mask": torch.minimum(self.mask, causal), "position_ids": positions}
+        inputs |= {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        self.emit(len(prompts), self.model(input_ids=self.ids[:, :width], **inputs).logits[:, -1])
+
+    def shrink(self, n: int, size: int) -> None:
+        """Moves the lines in progress, among the first n, to the first `size`."""
+        keep = self.done[:n].long().argsort(stable=True)[:size]
+        buffers = [self.place, self.done, self.token, self.position, self.u, self.mask]
+        for layer in self.cache.layers:
+            buffers += [layer.keys, layer.values]
+        for buffer in buffers:
+            buffer[:size] = buffer[keep]
+
+    @torch.no_grad()
+    def run(self, prompts: list[list[int]], u: Tensor) -> Completions:
+        self.start(prompts, u)
+        n, unit = len(prompts), -(-len(prompts) // 8)
+        step = self.captured_step if u.device.type == "cuda" else self.step
+        for i in range(1, self.length):
+            if i % 8 == 0:  # a look every 8 tokens: each one waits for the device
+                left = n - int(self.done[:n].sum())
+                size = -(-left // unit) * unit
+                if left == 0:
+                    break
+                if size <= 0.75 * n:  # else moving them costs more than it saves
+                    self.shrink(n, size)
+                    n = size
+            step(n)
+        longest = int(self.lengths.max())
+        place = torch.arange(self.width + longest, device=u.device)
+        padding = self.width - torch.tensor([[len(prompt)] for prompt in prompts], device=u.device)
+        attention = (place >= padding) & (place < self.width + self.lengths[:, None])
+        ids, logp = self.ids[:, : len(place)].clone(), self.logp[:, :longest].clone()
+        return Completions(ids, attention, self.width, self.stopped.clone(), logp)
+
+
 def generate(
-    model, prompts: list[list[int]], u: Tensor, eos_ids: Tensor, pad_id: int, **sampling
+    model,
+    prompts: list[list[int]],
+    u: Tensor,
+    eos_ids: Tensor,
+    pad_id: int,
+    decoders=None,
+    **sampling,
 ) -> Completions:
     """Samples a completion of up to T tokens for each prompt.
 
-    Masks come from lengths, never from token ids: a pad token may be a stop token. After the
-    prefill every token runs the same `step` on the same buffers, without a word from the host.
-
     Args:
         u: uniforms [B, T] on the model's device.
+        decoders: those of earlier calls, for their captured graphs; None keeps none.
         sampling: temperature, top_k and top_p of `sample_tokens`.
     """
-    (batch, length), width, device = u.shape, max(map(len, prompts)), u.device
-    rows = [[pad_id] * (width - len(prompt)) + prompt + [pad_id] * length for prompt in prompts]
-    ids = torch.tensor(rows, device=device)  # [B, P + T]
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    prompt_mask = torch.arange(width, device=device) >= width - prompt_lengths[:, None]  # [B, P]
-    cache = StaticCache(config=model.config, max_cache_len=width + length)
-    low = torch.finfo(model.dtype).min  # not -inf: a row that sees nothing must not become NaN
-    mask = torch.full((batch, 1, 1, width + length), low, dtype=model.dtype, device=device)
-    mask[:, 0, 0, :width].masked_fill_(prompt_mask, 0)
-    causal = torch.full((width, width + length), low, dtype=model.dtype, device=device).triu(1)
-    positions = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)  # [B, P]
-
-    token, position = ids[:, width - 1 : width].clone(), positions[:, -1:].clone()  # [B, 1]
-    t = torch.zeros(1, dtype=torch.long, device=device)  # tokens so far
-    logp = torch.zeros(batch, length, device=device)
-    lengths = torch.zeros(batch, dtype=torch.long, device=device)
-    stopped = torch.zeros(batch, dtype=torch.bool, device=device)
-
-    def emit(logits: Tensor) -> None:
-        """Samples a token from the logits [B, V] and makes the buffers ready for the next one."""
-        new, new_logp = sample_tokens(logits, u.index_select(1, t).squeeze(1), **sampling)
-        new = torch.where(stopped, pad_id, new)
-        ids.index_copy_(1, t + width, new[:, None])
-        logp.index_copy_(1, t, torch.where(stopped, 0.0, new_logp)[:, None])
-        lengths.add_((~stopped).long())
-        stopped.logical_or_((new[:, None] == eos_ids).any(1))
-        token.copy_(new[:, None])
-        position.add_(1)
-        mask.index_fill_(3, t + width, 0)
-        t.add_(1)
-
-    def step() -> None:
-        inputs = {"attention_mask": mask, "position_ids": position, "past_key_values": cache}
-        emit(model(input_ids=token, use_cache=True, **inputs).logits[:, -1])
-
-    inputs = {"attention_mask": torch.minimum(mask, causal), "position_ids": positions}
-    prefill = model(
-        input_ids=ids[:, :width], past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs
-    )
-    emit(prefill.logits[:, -1])
-    for i in range(1, length):
-        if i % 8 == 0 and stopped.all():  # a look every 8 tokens: each one waits for the device
-            break
-        step()
-    longest = int(lengths.max())
-    in_completion = torch.arange(longest, device=device) < lengths[:, None]
-    attention = torch.cat([prompt_mask, in_completion], 1)
-    return Completions(ids[:, : width + longest], attention, width, stopped, logp[:, :longest])
+    cuda, width = u.device.type == "cuda", max(map(len, prompts))
+    width = -(-width // 64) * 64 if cuda else width  # so that a new batch seldom needs a new graph
+    key, kept = (*u.shape, *sampling.items()), decoders if cuda and decoders is not None else {}
+    if key not in kept or kept[key].width < width:
+        kept[key] = Decoder(model, eos_ids, pad_id, (len(u), width, u.shape[1]), sampling)
+    return kept[key].run(prompts, u)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -768,6 +903,10 @@ def policy_loss(
 # --------------------------------------------------------------------------------------------------
 # The steps of the loop
 # --------------------------------------------------------------------------------------------------
+class Interrupted(Exception):
+    """Ends the loop, with a checkpoint; its text says why."""
+
+
 class Run(NamedTuple):
     """What the steps of the loop share."""
 
@@ -780,8 +919,15 @@ class Run(NamedTuple):
     tokenizer: object
     eos_ids: Tensor
     grader: Grader
-
     dense: torch.nn.Module | None  # the copy that rollouts run on, if rollout_weights is merged
+    decoders: dict  # with their captured graphs
+    signals: list[int]  # SIGINT or SIGTERM, once received
+
+    def check(self) -> None:
+        """Raises Interrupted on all processes where one of them has received a signal."""
+        received = torch.tensor(float(len(self.signals)), device=self.accelerator.device)
+        if self.accelerator.reduce(received, "sum") > 0:
+            raise Interrupted("interrupted")
 
     def sample(self, prompts: list[list[int]], u: Tensor, **sampling) -> Completions:
         model, eos, pad = self.dense, self.eos_ids, self.tokenizer.pad_token_id
@@ -790,8 +936,11 @@ class Run(NamedTuple):
             model = self.model.get_base_model()
         else:
             merge(self.model, model)
-        with self.accelerator.autocast():
-            return generate(model, prompts, u.to(eos.device), eos, pad, **sampling)
+        # A cache of cast adapter weights would be captured with the graph and never change again.
+        cuda = {"device_type": "cuda", "dtype": torch.bfloat16, "cache_enabled": False}
+        with torch.autocast(**cuda, enabled=eos.device.type == "cuda"):
+            u = u.to(eos.device)
+            return generate(model, prompts, u, eos, pad, self.decoders, **sampling)
 
     def grade(self, texts: list[str], problems: list[Problem]) -> list[float]:
         """1 for a right final answer, else 0. An embedded chain must get every step right as well:
@@ -862,10 +1011,23 @@ def update_rows(args: Args, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def micro_batches(args: Args, batch: Batch, index: Tensor, count: int = 0) -> tuple[Tensor, ...]:
-    """Rows `index` in `count` parts (default: of the batch size), like lengths together."""
+    """Rows `index`, like lengths together, in `count` parts (default: of the batch size), or where
+    there is a token budget in as many as it takes."""
     count = count or -(-len(index) // args.per_device_train_batch_size)
-    lengths = batch.attention[index].sum(1)
-    return index[lengths.argsort(stable=True)].tensor_split(count)
+    real = batch.attention[index]
+    index = index[real.sum(1).argsort(stable=True)]
+    if args.max_tokens_per_micro_batch is None:
+        return index.tensor_split(count)
+    real = batch.attention[index]
+    completions = real[:, batch.prompt_width :].sum(1)
+    sides = torch.stack([real.sum(1) - completions, completions]).T.tolist()
+    cuts, first = [], 0
+    for end in range(2, len(sides) + 1):
+        width = sum(max(lengths) for lengths in zip(*sides[first:end], strict=True))
+        if (end - first) * width > args.max_tokens_per_micro_batch:
+            first = end - 1
+            cuts.append(first)
+    return index.tensor_split(cuts)
 
 
 def training_forward(run: Run, micro: Batch) -> Tensor:
@@ -887,6 +1049,7 @@ def score(run: Run, batch: Batch, one_update: bool) -> dict[str, float]:
     seconds, extra = {"seconds_score": 0.0, "seconds_credit": 0.0}, {}
     parts = [micro_batches(args, batch, rows) for rows in update_rows(args, batch)]
     for index in [index for part in parts for index in part]:
+        run.check()
         micro, began = batch.select(index), clock(device)
         inputs = (micro.ids, micro.attention, micro.prompt_width)
         run.policy.eval()
@@ -928,6 +1091,7 @@ def update(run: Run, batch: Batch, index: Tensor, one_update: bool) -> dict[str,
         useful = useful[: max(len(parts), int(matters.sum()))]
         parts = micro_batches(args, batch, useful, len(parts))
     for i, part in enumerate(parts):
+        run.check()
         micro = batch.select(part)
         scale = token_scale(args, micro.loss_mask, completions, tokens)
         waits = accelerator.no_sync(run.policy) if i + 1 < len(parts) else contextlib.nullcontext()
@@ -938,17 +1102,19 @@ def update(run: Run, batch: Batch, index: Tensor, one_update: bool) -> dict[str,
             accelerator.backward(loss * accelerator.num_processes)  # DDP takes the mean
         totals += torch.stack([loss.detach(), clipped.sum(), clipped.any(1).sum()])
     limit = args.max_grad_norm or float("inf")
-    grad_norm = accelerator.clip_grad_norm_(run.policy.parameters(), limit)
-    learning_rate = run.scheduler.get_last_lr()[0]
-    run.optimizer.step()
+    grad_norm = float(accelerator.clip_grad_norm_(run.policy.parameters(), limit))
+    loss, clipped_tokens, clipped_sequences = accelerator.reduce(totals, "sum").tolist()
+    learning_rate, finite = run.scheduler.get_last_lr()[0], math.isfinite(loss + grad_norm)
+    if finite:  # else one bad batch would end in NaN weights
+        run.optimizer.step()
     run.scheduler.step()
     run.optimizer.zero_grad()
-    loss, clipped_tokens, clipped_sequences = accelerator.reduce(totals, "sum").tolist()
     return {
         "loss": loss,
         "clip_fraction": clipped_tokens / max(tokens, 1),
         "clip_fraction_sequence": clipped_sequences / completions,
-        "grad_norm": float(grad_norm),
+        "grad_norm": grad_norm,
+        "skipped_update": float(not finite),
         "learning_rate": learning_rate,
         "seconds_update": clock(accelerator.device) - began,
     }
@@ -969,6 +1135,7 @@ def evaluate(run: Run, problems: list[Problem], prompts: list[list[int]]) -> dic
     ):
         jobs = [(i, s) for i in mine for s in range(samples)]
         for start in range(0, len(jobs), args.per_device_eval_batch_size):
+            run.check()
             part = jobs[start : start + args.per_device_eval_batch_size]
             rows = torch.tensor([i * args.num_generations + s for i, s in part])
             u = row_uniforms(args, "eval", 0, rows, args.max_completion_length)
@@ -976,6 +1143,110 @@ def evaluate(run: Run, problems: list[Problem], prompts: list[list[int]]) -> dic
             right = run.grade(out.texts(run.tokenizer), [problems[i] for i, _ in part])
             verdicts += [(kind, i, r) for (i, _), r in zip(part, right, strict=True)]
     return eval_metrics(gather_object(verdicts))
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints: all that training changes, as safetensors and JSON
+# --------------------------------------------------------------------------------------------------
+class Progress(NamedTuple):
+    """Where a run is, between two rollouts. Data order and samples follow from it and the seed."""
+
+    step: int = 0  # updates so far
+    rollout: int = 0  # rollouts so far
+    skipped: int = 0  # updates in a row that were not finite
+    groups: tuple = ()  # of credit.html
+
+
+def training_state(run: Run) -> tuple[dict[str, Tensor], dict]:
+    """Copies of adapter and optimiser as named tensors, and the rest as JSON."""
+    trained = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad]
+    tensors = {f"adapter.{name}": parameter.detach() for name, parameter in trained}
+    optimizer, scheduler = run.optimizer.state_dict(), run.scheduler.state_dict()
+    for index, values in optimizer["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": value for name, value in values.items()}
+    del scheduler["lr_lambdas"]
+    rest = {"param_groups": optimizer["param_groups"], "scheduler": scheduler}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}, rest
+
+
+@torch.no_grad()
+def restore(run: Run, tensors: dict[str, Tensor], rest: dict) -> None:
+    """Undoes what happened since `training_state`. KeyError where the adapters differ."""
+    state: dict[int, dict[str, Tensor]] = {}
+    parameters = dict(run.model.named_parameters())
+    for key, tensor in tensors.items():
+        kind, name = key.split(".", 1)
+        if kind == "adapter":
+            parameters[name].copy_(tensor)
+        else:
+            index, name = name.split(".")
+            state.setdefault(int(index), {})[name] = tensor
+    run.optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
+    run.scheduler.load_state_dict(rest["scheduler"] | {"lr_lambdas": [None]})
+
+
+def checkpoints(output_dir: str) -> list[Path]:
+    """The whole ones, oldest first."""
+    found = [p for p in Path(output_dir).glob("checkpoint-*") if p.name[11:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[11:]))
+
+
+def save_checkpoint(run: Run, progress: Progress) -> None:
+    """Writes <output_dir>/checkpoint-<step>; a folder of that name appears whole or not at all."""
+    folder = Path(run.args.output_dir) / f"checkpoint-{progress.step}"
+    run.accelerator.wait_for_everyone()
+    if not run.accelerator.is_main_process or folder.exists():
+        return
+    partial = folder.with_name(f"partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        run.model.save_pretrained(partial)  # for PEFT users; a resumed run reads the state below
+        tensors, rest = training_state(run)
+        save_file(tensors, partial / "training_state.safetensors")
+        rest |= {"progress": progress._asdict(), "flags": dataclasses.asdict(run.args)}
+        (partial / "training_state.json").write_text(json.dumps(rest), encoding="utf-8")
+        for path in (*partial.iterdir(), partial):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)  # on the disk before the folder has its name
+            os.close(descriptor)
+        partial.rename(folder)
+    except BaseException:  # a full disk, or a second signal
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for old in checkpoints(run.args.output_dir)[: -(run.args.save_total_limit or sys.maxsize)]:
+        shutil.rmtree(old.rename(old.with_name(f"partial-{old.name}")))
+
+
+def find_checkpoint(args: Args) -> Path | None:
+    """The folder to resume from; None to start at step 0."""
+    existing, asked = checkpoints(args.output_dir), args.resume_from_checkpoint
+    if asked == "latest":
+        return existing[-1] if existing else None
+    if asked and not (Path(asked) / "training_state.json").is_file():
+        fail(f"--resume_from_checkpoint {asked} is not a checkpoint: give its folder or latest")
+    if existing and not (asked and existing[-1].samefile(asked)):
+        fail(
+            f"{existing[-1]} is of an earlier run: go on with --resume_from_checkpoint latest, or "
+            "choose another --output_dir"
+        )
+    return Path(asked) if asked else None
+
+
+def resume(run: Run, folder: Path | None) -> Progress:
+    """Makes the run what it was when the checkpoint was written."""
+    if folder is None:
+        return Progress()
+    try:
+        rest = json.loads((folder / "training_state.json").read_text(encoding="utf-8"))
+        restore(run, load_file(folder / "training_state.safetensors"), rest)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        fail(f"cannot resume from {folder}: {type(error).__name__} {str(error)[:200]}")
+    may_differ = "output_dir resume_from_checkpoint save_steps save_total_limit report_to".split()
+    for name, value in rest["flags"].items():
+        now = getattr(run.args, name, None)
+        if now != value and name not in may_differ and run.accelerator.is_main_process:
+            print(f"{SCRIPT.name}: --{name} was {value} before, now it is {now}", file=sys.stderr)
+    return Progress(**rest["progress"] | {"groups": tuple(rest["progress"]["groups"])})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -999,10 +1270,21 @@ def load_dense(args: Args, model: torch.nn.Module) -> torch.nn.Module | None:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free
         size = model.get_base_model().num_parameters() * dtype.itemsize
         args.rollout_weights = "merged" if 3 * size < free else "adapter"  # room for the KV cache
+        if int(os.environ.get("RANK", 0)) == 0:
+            sizes = f"{size / 2**30:.2f} GiB, {free / 2**30:.1f} GiB free"
+            print(f"--rollout_weights {args.rollout_weights} (a dense copy takes {sizes})")
     if args.rollout_weights == "adapter":
         return None
     where = {"revision": args.model_revision, "dtype": dtype, "device_map": {"": device}}
-    return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **where).eval()
+    where["attn_implementation"] = "grouped"
+    dense = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **where).eval()
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(hasattr(layer, "get_delta_weight") for layer in ends):
+        head = dense.get_output_embeddings()  # tied, it would take the other's delta too
+        head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
+    if args.torch_compile:
+        dense.compile()
+    return dense
 
 
 @torch.no_grad()
@@ -1041,6 +1323,7 @@ def load_policy(args: Args, device: torch.device) -> torch.nn.Module:
             args.model_name_or_path,
             revision=args.model_revision,
             dtype=dtype,
+            attn_implementation="grouped",
             quantization_config=nf4 if args.load_in_4bit else None,
             device_map={"": device},
         )
@@ -1056,55 +1339,111 @@ def load_policy(args: Args, device: torch.device) -> torch.nn.Module:
         model = get_peft_model(model, lora)
     except ValueError as error:
         fail(f"--lora_target_modules {' '.join(targets)}: {str(error)[:300]}")
+    if args.torch_compile:
+        torch._dynamo.config.recompile_limit = 4096  # one for each layer, mode and adapter state
+        for layer in model.get_base_model().base_model.layers:
+            layer.compile(dynamic=True)  # lengths differ from one micro-batch to the next
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def evaluate_and_log(run: Run, step: int, held_out, log: RunLog, bar) -> dict[str, float]:
+# --------------------------------------------------------------------------------------------------
+# The loop
+# --------------------------------------------------------------------------------------------------
+def say(bar, message: str) -> None:
+    """Prints above the progress bar, on the main process."""
+    if not bar.disable:
+        bar.write(message)
+
+
+def track(run: Run, figures: dict, step: int) -> None:
+    """Sends figures to the tracker; a tracker that fails is said once and left alone."""
+    try:
+        run.accelerator.log(figures, step)
+    except Exception as error:  # whatever a tracker's client raises
+        run.accelerator.trackers.clear()
+        print(f"{SCRIPT.name}: going on without {run.args.report_to}: {error}", file=sys.stderr)
+
+
+def updates_per_rollout(args: Args) -> int:
+    return args.num_iterations * args.steps_per_generation // args.gradient_accumulation_steps
+
+
+def due(args: Args, every: int, step: int) -> bool:
+    """Whether a multiple of `every` lies in the rollout that ended with `step`."""
+    return every > 0 and step // every > max(0, step - updates_per_rollout(args)) // every
+
+
+def evaluate_and_log(run: Run, step: int, held_out, log: RunLog, bar) -> None:
     began = time.perf_counter()
     result = evaluate(run, *held_out)
     figures = "  ".join(f"{name} {value:.3f}" for name, value in result.items())
-    if not bar.disable:  # on the other processes
-        bar.write(f"step {step:4d}, held out: {figures}  ({time.perf_counter() - began:.0f} s)")
+    say(bar, f"step {step:4d}, held out: {figures}  ({time.perf_counter() - began:.0f} s)")
     log.write({"step": step, "eval": result})
-    run.accelerator.log({f"eval/{name}": value for name, value in result.items()}, step)
-    return result
+    track(run, {f"eval/{name}": value for name, value in result.items()}, step)
 
 
-def train(run: Run, train_set, held_out, log: RunLog, bar) -> list[dict]:
-    """The loop: collect, score, update. Returns the groups that credit.html shows."""
-    args, device, groups, step, rollout = run.args, run.accelerator.device, [], 0, 0
-    one_update = args.num_iterations * args.steps_per_generation == args.gradient_accumulation_steps
-    while step < args.max_steps:
-        before, began = step, clock(device)
-        batch, texts, problems = collect(run, rollout, *train_set)
-        metrics = {"seconds_rollout": clock(device) - began}
-        metrics |= score(run, batch, one_update)
-        metrics |= rollout_metrics(run.accelerator, batch, args.num_generations)
-        metrics["tokens_per_second"] = metrics["rollout_tokens"] / metrics["seconds_rollout"]
-        metrics["reward_timeouts"] = run.grader.timeouts  # of this process, so far
-        if metrics["zero_std_share"] == 1 and not bar.disable:
-            bar.write(
-                f"step {step + 1}: every group has equal rewards (all {metrics['reward']:.2f}): "
-                "advantages, loss and gradient are 0; the problems are too easy or too hard"
-            )
-        rows = update_rows(args, batch) * args.num_iterations
-        for index in rows[: args.max_steps - step]:
-            step += 1
-            row = {"step": step} | metrics | update(run, batch, index, one_update)
-            log.write(row | {"peak_memory_gb": peak_memory_gb(device)})
-            run.accelerator.log({k: v for k, v in row.items() if k != "step"}, step)
-            metrics |= {k: 0.0 for k in metrics if k.startswith("seconds")}  # counted once
-            bar.update()
-        bar.set_postfix_str(f"reward {row['reward']:.2f}, {row['tokens_per_second']:.0f} tokens/s")
-        due = args.eval_steps > 0 and step // args.eval_steps > before // args.eval_steps
-        if due or rollout == 0 or step == args.max_steps:
-            groups += credit_group(run.tokenizer, batch, problems, args.num_generations, step)
-        if due and step < args.max_steps:
-            evaluate_and_log(run, step, held_out, log, bar)
-        rollout += 1
-    return groups
+def train_on_rollout(run: Run, at: Progress, train_set, log: RunLog, bar) -> Progress:
+    """Collect, score, update, and the log of it."""
+    args, device, step, groups = run.args, run.accelerator.device, at.step, at.groups
+    one_update, timeouts = updates_per_rollout(args) == 1, run.grader.timeouts
+    began, skipped = clock(device), at.skipped
+    batch, texts, problems = collect(run, at.rollout, *train_set)
+    metrics = {"seconds_rollout": clock(device) - began}
+    metrics |= score(run, batch, one_update)
+    metrics |= rollout_metrics(run.accelerator, batch, args.num_generations)
+    metrics["tokens_per_second"] = metrics["rollout_tokens"] / metrics["seconds_rollout"]
+    metrics["reward_timeouts"] = run.grader.timeouts - timeouts  # of this process
+    if metrics["zero_std_share"] == 1:
+        say(
+            bar,
+            f"step {step + 1}: every group has equal rewards (all {metrics['reward']:.2f}): "
+            "advantages, loss and gradient are 0; the problems are too easy or too hard",
+        )
+    rows = update_rows(args, batch) * args.num_iterations
+    for index in rows[: args.max_steps - step]:
+        step += 1
+        row = {"step": step} | metrics | update(run, batch, index, one_update)
+        log.write(row | {"peak_memory_gb": peak_memory_gb(device)})
+        track(run, {k: v for k, v in row.items() if k != "step"}, step)
+        metrics |= {k: 0.0 for k in metrics if k.startswith("seconds")}  # counted once
+        skipped = skipped + 1 if row["skipped_update"] else 0
+        bar.update()
+    bar.set_postfix_str(f"reward {row['reward']:.2f}, {row['tokens_per_second']:.0f} tokens/s")
+    if due(args, args.eval_steps, step) or at.rollout == 0 or step == args.max_steps:
+        groups += (*credit_group(run.tokenizer, batch, problems, args.num_generations, step),)
+    return Progress(step, at.rollout + 1, skipped, groups)
+
+
+def train(run: Run, at: Progress, train_set, held_out, log: RunLog, bar) -> Progress:
+    """The loop, with evaluations and checkpoints between rollouts."""
+    args, several, start = run.args, updates_per_rollout(run.args) > 1, None
+    evaluated = broadcast_object_list([[row["step"] for row in log.evals]])[0]
+    try:
+        while True:
+            start, first_or_last = None, at.step in (0, args.max_steps)
+            if (due(args, args.eval_steps, at.step) or first_or_last) and at.step not in evaluated:
+                evaluate_and_log(run, at.step, held_out, log, bar)
+            if due(args, args.save_steps, at.step):
+                save_checkpoint(run, at)
+            if at.step >= args.max_steps:
+                return at
+            if at.skipped >= 10:
+                raise Interrupted(
+                    f"loss or gradient was not finite in {at.skipped} updates in a row: "
+                    "lower --learning_rate, or go back to an earlier checkpoint"
+                )
+            start = training_state(run) if several else None
+            at = train_on_rollout(run, at, train_set, log, bar)
+    except (Interrupted, torch.OutOfMemoryError) as error:
+        reason = error if isinstance(error, Interrupted) else Interrupted(OUT_OF_MEMORY)
+        if reason is not error and run.accelerator.num_processes > 1:
+            fail(OUT_OF_MEMORY)  # the others do not know, and cannot save together
+        if start:  # the rollout will be sampled again, from the policy that sampled it
+            restore(run, *start)
+        save_checkpoint(run, at)
+        raise reason from None
 
 
 def build_run(args: Args, tokenizer, grader: Grader) -> Run:
@@ -1116,7 +1455,11 @@ def build_run(args: Args, tokenizer, grader: Grader) -> Run:
         project_dir=args.output_dir,
     )
     config = {name: str(value) for name, value in vars(args).items()}
-    accelerator.init_trackers(SCRIPT.stem, config=config)
+    try:
+        accelerator.init_trackers(SCRIPT.stem, config=config)
+    except Exception as error:  # whatever a tracker's client raises
+        accelerator.trackers = []
+        print(f"{SCRIPT.name}: going on without {args.report_to}: {error}", file=sys.stderr)
     model = load_policy(args, accelerator.device)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay)
@@ -1127,12 +1470,50 @@ def build_run(args: Args, tokenizer, grader: Grader) -> Run:
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     eos_ids = torch.tensor(sorted(eos), device=accelerator.device)
     dense = load_dense(args, model)
-    state = (model, optimizer, scheduler, tokenizer, eos_ids, grader, dense)
+    state = (model, optimizer, scheduler, tokenizer, eos_ids, grader, dense, {}, [])
     return Run(args, accelerator, policy, *state)
 
 
+def listen(signals: list[int]) -> None:
+    """The first SIGINT or SIGTERM is for `Run.check` to see, the second ends the process."""
+
+    def receive(number: int, frame) -> None:
+        if signals:
+            os._exit(128 + number)
+        signals.append(number)
+
+    signal.signal(signal.SIGINT, receive)
+    signal.signal(signal.SIGTERM, receive)
+
+
+def run_to_the_end(run: Run, at: Progress, train_set, held_out, log: RunLog) -> int:
+    """Trains, writes the report, and returns the exit code."""
+    args = run.args
+    try:
+        with (
+            run.grader,
+            tqdm(total=args.max_steps, initial=at.step, unit="step", dynamic_ncols=True) as bar,
+        ):
+            at = train(run, at, train_set, held_out, log, bar)
+    except Interrupted as reason:
+        saved = checkpoints(args.output_dir)[-1]
+        if run.accelerator.is_main_process:
+            again = shlex.join(a for a in sys.argv if not a.startswith("--resume_from_checkpoint"))
+            print(f"{reason}, saved {saved}; go on with\n{again} --resume_from_checkpoint latest")
+        return int(not run.signals)
+    if run.accelerator.is_main_process:
+        config, folder = dataclasses.asdict(args), Path(args.output_dir)
+        evals = [row["eval"] for row in log.evals]
+        summary = {"before": evals[0], "after": evals[-1]}
+        summary["seconds"] = round(time.time() - psutil.Process().create_time(), 1)
+        run.model.save_pretrained(folder / "adapter")
+        title = f"{SCRIPT.stem} --credit {args.credit}, seed {args.seed}"
+        print(write_report(args.output_dir, title, config, log.rows, at.groups, summary))
+    return 0
+
+
 def main() -> None:
-    started, args = time.time(), parse_args()
+    args = parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*gradient_checkpointing")  # peft's to transformers
@@ -1144,24 +1525,31 @@ def main() -> None:
         fail(error)
     except OSError as error:
         fail(f"cannot write to --output_dir {args.output_dir}: {error.strerror}")
-    run, config = build_run(args, tokenizer, Grader()), dataclasses.asdict(args)
-    is_main = run.accelerator.is_main_process
-    log = RunLog(args.output_dir if is_main else None, config)
-    with run.grader, tqdm(total=args.max_steps, unit="step", dynamic_ncols=True) as bar:
-        before = after = evaluate_and_log(run, 0, held_out, log, bar)
-        groups = train(run, train_set, held_out, log, bar)
-        if args.max_steps:
-            after = evaluate_and_log(run, args.max_steps, held_out, log, bar)
-    if is_main:
-        summary = {"before": before, "after": after, "seconds": round(time.time() - started, 1)}
-        run.model.save_pretrained(Path(args.output_dir) / "adapter")
-        title = f"{SCRIPT.stem} --credit {args.credit}, seed {args.seed}"
-        print(write_report(args.output_dir, title, config, log.rows, groups, summary))
+    folder = find_checkpoint(args)
+    try:
+        run = build_run(args, tokenizer, Grader())
+        listen(run.signals)
+        at = resume(run, folder)
+        is_main = run.accelerator.is_main_process
+        log = RunLog(args.output_dir if is_main else None, dataclasses.asdict(args), at.step)
+        code = run_to_the_end(run, at, train_set, held_out, log)
+    except torch.OutOfMemoryError:
+        fail(OUT_OF_MEMORY)
+    except (OSError, SafetensorError) as error:
+        if "No space left" not in str(error) and getattr(error, "errno", 0) != errno.EDQUOT:
+            raise
+        whole = [str(path) for path in checkpoints(args.output_dir)[-1:]]
+        fail(
+            f"the disk of --output_dir {args.output_dir} is full; make room and go on with "
+            f"--resume_from_checkpoint latest ({', '.join(whole) or 'no checkpoint so far'})"
+        )
     run.accelerator.wait_for_everyone()  # nobody closes the group while another still writes
     run.accelerator.end_training()
     if run.accelerator.num_processes > 1:
         sys.stdout.flush()
-        os._exit(0)  # gloo's threads have been seen to hang in their destructors
+        os._exit(code)  # gloo's threads have been seen to hang in their destructors
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

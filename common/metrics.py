@@ -6,12 +6,14 @@ torch is the only heavy import here; matplotlib is imported in write_curves, so 
 script does not pay for it at start-up.
 """
 
+import errno
 import html
 import json
 import math
 import os
 import resource
 import string
+import sys
 import unicodedata
 from pathlib import Path
 from typing import Any, Callable
@@ -24,6 +26,7 @@ from common.data import Problem, token_roles
 PAGE_TEMPLATE = Path(__file__).with_name("credit_page.html")
 FULL_TINT = 3.0  # a token of this weight (in units of the completion's mean) has the full tint
 TINT_LEVELS = 12  # .k0 ... .k12 in credit_page.html
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 NEWLINE = "↵\n"  # a newline within a completion: the mark is what gets the tint
 CORRECT_ABOVE = 0.5  # a completion with a larger reward stands in the "correct" column
 BLUE, ORANGE, GREEN, SKY, GREY, PURPLE = (  # Okabe-Ito: distinct for colour-blind readers
@@ -533,29 +536,60 @@ model = PeftModel.from_pretrained(base, "path/to/this/folder")
     Path(path).write_text(card, encoding="utf-8", errors="replace", newline="\n")
 
 
-def write_report(
-    output_dir: str, title: str, config: dict, rows: list[dict], groups: list[dict], summary: dict
-) -> str:
-    """summary.json, completions.jsonl, curves.png, credit.html and the adapter's card, as files of
-    output_dir; returns what to print. summary: {"before", "after", "seconds"}."""
-    folder, before, after = Path(output_dir), summary["before"], summary["after"]
-    updates = [row for row in rows if "reward" in row]
-    summary["steps"] = updates[-1]["step"] if updates else 0
-    # Rows of one rollout repeat its figures; its seconds stand in the first alone.
-    fresh = [row for row in updates if row["seconds_rollout"] > 0]
-    summary["rollout_tokens"] = sum(row["rollout_tokens"] for row in fresh)
-    (folder / "summary.json").write_text(json.dumps(_plain(summary), indent=2) + "\n")
-    with open(folder / "completions.jsonl", "w", encoding="utf-8", errors="replace") as file:
+def _attempt(path: Path, write: Callable[[str], None]) -> bool:
+    """write(path); what fails is one sentence on standard error, because the run is worth more.
+
+    A full disk is the caller's to report: every other file would fail as well.
+    """
+    try:
+        write(str(path))
+    except Exception as error:  # matplotlib alone raises a dozen kinds
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        print(f"{path} is not written, the run goes on: {reason}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _write_summary(path: str, summary: dict) -> None:
+    Path(path).write_text(json.dumps(_plain(summary), indent=2) + "\n", encoding="utf-8")
+
+
+def _write_completions(path: str, groups: list[dict]) -> None:
+    with open(path, "w", encoding="utf-8", errors="replace") as file:
         for group in groups:
             for completion in group["completions"]:
                 text = "".join(token["text"] for token in completion["tokens"])
                 row = group | completion | {"completion": text}
                 del row["completions"], row["tokens"]
                 file.write(json.dumps(row) + "\n")
-    method = f"GRPO with {config['credit']} credit"
-    card = str(folder / "adapter" / "README.md")
-    write_model_card(card, config["model_name_or_path"], method, config, before, after)
-    write_curves(str(folder / "curves.png"), rows, title)
-    write_credit_page(str(folder / "credit.html"), title, groups)
-    files = [str(folder / name) for name in sorted(os.listdir(folder))]
-    return "\n".join(["", before_after_table(before, after), "", "Written:", *files])
+
+
+def write_report(
+    output_dir: str, title: str, config: dict, rows: list[dict], groups: list[dict], summary: dict
+) -> str:
+    """summary.json, completions.jsonl, curves.png, credit.html and the adapter's card, as files of
+    output_dir; returns what to print. summary: {"before", "after", "seconds"}.
+
+    A file that cannot be written is said on standard error and left out; OSError on a full disk.
+    """
+    folder, before, after = Path(output_dir), summary["before"], summary["after"]
+    updates = [row for row in rows if "reward" in row]
+    summary["steps"] = updates[-1]["step"] if updates else 0
+    # Rows of one rollout repeat its figures; its seconds stand in the first alone.
+    fresh = [row for row in updates if row["seconds_rollout"] > 0]
+    summary["rollout_tokens"] = sum(row["rollout_tokens"] for row in fresh)
+    method, base = f"GRPO with {config['credit']} credit", config["model_name_or_path"]
+    files: dict[str, Callable[[str], None]] = {
+        "summary.json": lambda path: _write_summary(path, summary),
+        "completions.jsonl": lambda path: _write_completions(path, groups),
+        "adapter/README.md": lambda path: write_model_card(
+            path, base, method, config, before, after
+        ),
+        "curves.png": lambda path: write_curves(path, rows, title),
+        "credit.html": lambda path: write_credit_page(path, title, groups),
+    }
+    failed = {name for name, write in files.items() if not _attempt(folder / name, write)}
+    written = [str(folder / name) for name in sorted(os.listdir(folder)) if name not in failed]
+    return "\n".join(["", before_after_table(before, after), "", "Written:", *written])

@@ -50,6 +50,7 @@ Pair = tuple[str, str]  # (boxed content, gold answer), both tidy
 # `\\boxed{` (JSON-escaped by the model) counts as a box; `\{` and `\}` are not grouping braces.
 _TOKEN = re.compile(r"\\\\?boxed\s*\{|\\.|[{}]", re.DOTALL)
 _INTEGER = re.compile(r"([+-]?)([0-9]{1,30}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,9})")
+_BASE = re.compile(r"\b[0-9][0-9A-Z]*\s*_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))$")  # 101_2, 4A_{16}
 
 # What may surround an answer without being of it; math-verify fails on a full stop in the box.
 _EDGES = re.compile(r"^(?:[\s~$]|\\[,;:! ])+|(?:[\s~]|\\[,;:! ]|(?<!\\)[$.])+$")
@@ -87,13 +88,24 @@ def _tidy(text: str) -> str:
     return _EDGES.sub("", text) if len(text) <= MAX_CHARS else text.strip()
 
 
+def _other_base(box: str, gold: str) -> bool:
+    """The box names a number base that is not the gold's; math-verify compares the digits only.
+
+    A box without a base may answer a gold with one: the problem often names it already.
+    """
+    left, right = _BASE.search(box), _BASE.search(gold)
+    if left is None:
+        return False
+    return int(left[1] or left[2]) != (int(right[1] or right[2]) if right else 10)
+
+
 def quick_verdict(box: str, gold: str) -> float | None:
     """The verdict where it takes no evaluation, else None. Both arguments tidy."""
     if not box:
         return 0.0
     if box == gold:
         return 1.0
-    if len(box) > MAX_CHARS or len(gold) > MAX_CHARS:
+    if len(box) > MAX_CHARS or len(gold) > MAX_CHARS or _other_base(box, gold):
         return 0.0
     left, right = _integer(box), _integer(gold)
     return None if left is None or right is None else float(left == right)
@@ -111,9 +123,10 @@ class Grader:
     """Grades completions; starts its workers when a pair first needs one and keeps them.
 
     ``timeout`` is in seconds from handing a pair to a worker (its start-up is not counted). A
-    worker with no verdict by then is killed and replaced, and so is one that dies (memory limit,
-    OOM killer); the pair gets 0, is counted in ``timeouts``, and is cached like any other. Not
-    thread-safe. RuntimeError when no worker can be started.
+    worker with no verdict by then is killed and replaced. So is one that dies (the kernel's OOM
+    killer), which standard error says once; its pair is tried once more, because the pair need not
+    be the cause. A pair without a verdict gets 0, is counted in ``timeouts``, and is cached like
+    any other. Not thread-safe. RuntimeError when no worker can be started.
     """
 
     def __init__(self, num_workers: int = 2, timeout: float = 5.0) -> None:
@@ -123,6 +136,8 @@ class Grader:
         self._num_workers, self._timeout = num_workers, timeout
         self._workers: list[_Worker] = []
         self._failed_starts = 0
+        self._told = False  # that a worker died
+        self._retried: set[Pair] = set()  # whose worker died; of the present _run
         self._cache: OrderedDict[Pair, float] = OrderedDict()
         self._selector = selectors.DefaultSelector()
 
@@ -168,10 +183,11 @@ class Grader:
     def _run(self, pairs: list[Pair]) -> dict[Pair, float]:
         """Judge distinct pairs in the workers, one pair at a time to each (its own deadline)."""
         todo, verdicts = deque(pairs), {}
+        self._retried.clear()
         try:
             while len(verdicts) < len(pairs):
                 self._hand_out(todo)
-                self._collect(verdicts)
+                self._collect(todo, verdicts)
         finally:
             # Ctrl-C in the middle must not leave a verdict that the next call takes for its own.
             for worker in [w for w in self._workers if w.pair is not None]:
@@ -188,6 +204,7 @@ class Grader:
                 worker.proc.stdin.write(json.dumps(todo[0]).encode() + b"\n")
             except BrokenPipeError:  # it died while idle: nobody's verdict is lost
                 self._kill(worker)
+                self._tell(worker)
             else:
                 worker.pair = todo.popleft()
                 worker.deadline = time.monotonic() + self._timeout
@@ -195,7 +212,7 @@ class Grader:
         for _ in range(min(len(todo) - starting, self._num_workers - len(self._workers))):
             self._start()
 
-    def _collect(self, verdicts: dict[Pair, float]) -> None:
+    def _collect(self, todo: deque[Pair], verdicts: dict[Pair, float]) -> None:
         """Wait for the next reply or deadline; note verdicts, drop workers that failed."""
         soonest = min(w.deadline for w in self._workers)
         for key, _ in self._selector.select(max(0.0, soonest - time.monotonic())):
@@ -206,13 +223,21 @@ class Grader:
                 verdicts[worker.pair] = float(reply == b"1\n")
                 worker.pair, worker.deadline = None, math.inf
             else:  # end of file: it died; or it said why it cannot start
-                self._drop(worker, verdicts, reply.decode(errors="replace").strip())
+                self._drop(worker, todo, verdicts, reply.decode(errors="replace").strip())
         for worker in [w for w in self._workers if w.deadline <= time.monotonic()]:
-            self._drop(worker, verdicts, "no reply in time")
+            self._drop(worker, todo, verdicts, "no reply in time")
 
-    def _drop(self, worker: _Worker, verdicts: dict[Pair, float], reason: str) -> None:
+    def _drop(
+        self, worker: _Worker, todo: deque[Pair], verdicts: dict[Pair, float], reason: str
+    ) -> None:
+        died = not reason
         self._kill(worker)
-        if worker.pair is not None:
+        if died and worker.ready:
+            self._tell(worker)
+        if died and worker.pair is not None and worker.pair not in self._retried:
+            self._retried.add(worker.pair)
+            todo.append(worker.pair)
+        elif worker.pair is not None:
             verdicts[worker.pair] = 0.0
             self.timeouts += 1
         elif not worker.ready:
@@ -223,6 +248,21 @@ class Grader:
                     f"no grading worker can be started with {sys.executable}: "
                     f"{reason or 'it died without a word'} (is math-verify installed there?)"
                 )
+
+    def _tell(self, worker: _Worker) -> None:
+        """Say once in a run that workers die; a slow machine would say it at every answer."""
+        if self._told:
+            return
+        self._told = True
+        code = worker.proc.returncode
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        hint = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
+        print(
+            f"reward: a grading worker {how}{hint}; it is replaced, an answer it held is tried "
+            "once more, and the run goes on (said once).",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _start(self) -> None:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -253,7 +293,7 @@ class Grader:
 def _load_verifier() -> Callable[[str, str], bool]:
     """math-verify's verdict as a function of (box, gold); in the worker only."""
     import math_verify
-    import sympy  # noqa: F401  (loads the modules patched below)
+    import sympy  # also loads the modules patched below
 
     def refuse(*_: object, **__: object) -> None:
         raise NotImplementedError("no code is made from model text")  # evalf then goes without
@@ -272,9 +312,21 @@ def _load_verifier() -> Callable[[str, str], bool]:
             f"\\boxed{{{text}}}", config, extraction_mode="first_match", parsing_timeout=None
         )
 
+    def decimals(gold: list) -> int:
+        """Decimals that floats are compared to: math-verify's 6, so that 0.333333 is 1/3, and one
+        more for each zero after the point, or .0000672 would equal .0000674."""
+        small = gold and isinstance(gold[0], sympy.Number) and abs(gold[0]) < 1
+        size = abs(float(gold[0])) if small else 1.0  # float() of a huge integer would raise
+        return 6 + max(0, -math.floor(math.log10(size)) - 1) if size > 0 else 6
+
     def equal(box: str, gold: str) -> bool:
         try:  # deep nesting is a RecursionError, a huge number a MemoryError: wrong, all of them
-            return bool(math_verify.verify(parsed(gold), parsed(box), timeout_seconds=None))
+            right = parsed(gold)
+            return bool(
+                math_verify.verify(
+                    right, parsed(box), float_rounding=decimals(right), timeout_seconds=None
+                )
+            )
         except Exception:
             return False
 
@@ -285,7 +337,9 @@ def _serve() -> None:
     """The worker: a JSON line [box, gold] in, a line 1 or 0 out, until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer to handle
     if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # a run's `ulimit -v` cannot be raised
+        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         # PR_SET_PDEATHSIG: a worker stuck in C code would never see the end of its input.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     out = os.dup(1)

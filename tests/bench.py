@@ -1,76 +1,456 @@
-"""What credit costs: whole steps with every credit method, side by side in one process.
+"""How fast rollout, score, credit and update are, for every credit method, side by side.
 
-    python tests/bench.py                        # every script, the embedded default
-    python tests/bench.py --repeats 9 grpo_oar   # one script, more repeats
+    python tests/bench.py                                   # the tiny policy, on a CPU too
+    python tests/bench.py grpo_oar --repeats 9              # one script, more repeats
+    python tests/bench.py --shape 1.7B grpo_arca --credit uniform arca --trl
+    python tests/bench.py --shape 8B --lengths lognormal -- --rollout_weights adapter
 
-Each repeat runs one step (rollout, score, credit, update) of every method, in turn, on the same
-prompts from the same adapter, after a warm-up of each. Printed are medians with the quartiles of
-the step's seconds, and the median of the ratio to `uniform` of the same script and repeat: a
-machine whose speed drifts slows both.
+Flags after `--` go to the scripts. Each repeat runs one step of every method, in turn, on the same
+prompts, policy and adapter; `--trl` adds to each a step of TRL's GRPOTrainer with the same
+checkpoint, NF4, LoRA, prompts, batch and rewards. A machine whose speed drifts so slows all alike,
+and ratios are taken within a repeat. Printed are medians, with quartiles in brackets.
+
+`--shape` is random weights in a published shape: a policy that neither stops nor answers. For it
+- rewards are random, and never the same for a whole group: every row is trained on;
+- lengths are forced: `equal`, or `lognormal` with a mean of a third of the maximum, the same
+  lengths in every repeat. Sampling is by inverse CDF and the stop token is id 0, so that a uniform
+  of 0 stops a row for certain and one of 0.001 never does. The scripts do not change for it. TRL's
+  `generate` gets a logits processor to the same end;
+- each completion's end becomes \\boxed{7} after the rollout: OAR works on answers alone.
+
+A rollout is all of `collect`: merging the adapter, sampling, decoding, grading. For TRL it is
+`_generate_single_turn`, which is less. A rollout's tokens are the completions', an update's all.
 """
 
 import argparse
+import gc
 import importlib
+import math
+import random
 import statistics
 import sys
+import tempfile
 import time
+import warnings
 from pathlib import Path
-from types import SimpleNamespace
-from typing import get_args, get_type_hints
+from typing import NamedTuple, get_args, get_type_hints
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, TrainerCallback
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-PHASES = ("seconds_rollout", "seconds_score", "seconds_credit", "seconds_update")
+from common.data import Problem, problem_at  # noqa: E402
+
+VOCABULARY, STOP, GIB = 151_936, 0, 2**30
+SHAPES = {  # hidden, intermediate, layers, heads, tied
+    "0.6B": (1024, 3072, 28, 16, True),
+    "1.7B": (2048, 6144, 28, 16, True),
+    "4B": (2560, 9728, 36, 32, True),
+    "8B": (4096, 12288, 36, 32, False),
+}
+# The policy stays what it is, so that every repeat measures the same; flags after `--` override.
+STATIONARY = "--learning_rate 1e-5 --lr_scheduler_type constant --warmup_steps 0"
+SAME_IN_TRL = (
+    "per_device_train_batch_size gradient_accumulation_steps num_generations temperature top_p "
+    "top_k max_completion_length loss_type scale_rewards epsilon beta learning_rate weight_decay "
+    "max_grad_norm gradient_checkpointing seed"
+)
+COLUMNS = (
+    "script | credit | step, s | rollout, s | rollout, tokens/s | score, s | credit, s | update, s "
+    "| update, tokens/s | step / uniform | weights, GiB | peak of rollout, score, update, GiB"
+)
 
 
-def prepare(module, credit: str) -> SimpleNamespace:
-    """A run of one method whose adapter has moved: two steps are the warm-up as well."""
-    args = module.parse_args(["--credit", credit, "--warmup_steps", "0"])
-    tokenizer, train_set, _ = module.load_data(args)
-    run = module.build_run(args, tokenizer, module.Grader())
-    bench = SimpleNamespace(module=module, credit=credit, run=run, data=train_set)
-    for rollout in range(2):
-        step(bench, rollout)
-    return bench
+# --------------------------------------------------------------------------------------------------
+# Random-weight shapes: checkpoint, rewards, lengths, answers
+# --------------------------------------------------------------------------------------------------
+def make_checkpoint(options: argparse.Namespace) -> Path:
+    """Folder of the shape's bf16 checkpoint with the tiny policy's tokenizer; made once."""
+    hidden, intermediate, layers, heads, tied = SHAPES[options.shape]
+    layers = options.layers or layers
+    folder = Path(options.cache) / f"qwen3-{options.shape}-{layers}-layers"
+    if folder.exists():
+        return folder
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=tied,
+        eos_token_id=STOP,
+        pad_token_id=STOP,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "common/tiny_policy")
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(STOP)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent))  # if interrupted, no half checkpoint is found
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    return part.rename(folder)
 
 
-def step(bench: SimpleNamespace, rollout: int) -> dict[str, float]:
-    """Seconds of one whole step, and of its phases."""
-    module, run, began = bench.module, bench.run, time.perf_counter()
+class RandomRewards:
+    """In the place of a Grader."""
+
+    def __init__(self):
+        self.rng = random.Random(0)
+
+    def grade(self, texts: list[str], answers: list[str]) -> list[float]:
+        return [self.rng.random() for _ in texts]
+
+
+def forced_lengths(kind: str, count: int, longest: int) -> Tensor:
+    """Lengths [count]: all the longest, or the quantiles of a log-normal in random order."""
+    if kind == "equal":
+        return torch.full((count,), longest)
+    z, sigma = torch.special.ndtri((torch.arange(count) + 0.5) / count), 0.6
+    lengths = (longest / 3 * (sigma * z - sigma**2 / 2).exp()).round().long().clamp(1, longest)
+    return lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+
+
+def force_uniforms(row_uniforms, lengths: Tensor):
+    """A script's `row_uniforms`, with which every rollout has these lengths."""
+
+    def forced(args, kind: str, step: int, rows: Tensor, length: int) -> Tensor:
+        u = row_uniforms(args, kind, step, rows, length)
+        if kind == "rollout":
+            u = u.clamp(min=1e-3).scatter(1, lengths[rows, None] - 1, 0.0)
+        return u
+
+    return forced
+
+
+def force_generate(generate, lengths: Tensor, prompt_length: int):
+    """Transformers' `generate`, whose rows have these lengths."""
+
+    def process(input_ids: Tensor, scores: Tensor) -> Tensor:
+        stops = lengths.to(scores.device) == input_ids.shape[1] - prompt_length + 1
+        scores[:, STOP] = torch.where(stops, 1e9, -math.inf)
+        return scores
+
+    return lambda **inputs: generate(logits_processor=[process], **inputs)
+
+
+def check_lengths(found: list[int], forced: Tensor | None) -> None:
+    if forced is not None and found != forced.tolist():
+        sys.exit("bench.py: error: forced lengths were not kept: is top_k, top_p or a sampler new?")
+
+
+def plant_answers(batch, tokenizer) -> None:
+    """Writes a boxed answer before the stop token of every completion that has room for it."""
+    box = tokenizer.encode("\\boxed{7}", add_special_tokens=False)
+    ends = batch.prompt_width + batch.mask.sum(1) - 1  # [N]
+    for row, end in enumerate(ends.tolist()):
+        if end - batch.prompt_width > len(box):
+            batch.ids[row, end - len(box) : end] = torch.tensor(box, device=batch.ids.device)
+
+
+# --------------------------------------------------------------------------------------------------
+# Ours
+# --------------------------------------------------------------------------------------------------
+class Bench(NamedTuple):
+    """One script: a run that all its methods share, and what it runs on."""
+
+    module: object
+    run: object
+    data: tuple[list[Problem], list[list[int]]]  # problems and their prompts
+    methods: dict[str, object]  # credit -> its Args
+    lengths: Tensor | None  # None: rows stop where the policy stops
+
+
+def prepare(module, credits: list[str], options: argparse.Namespace) -> Bench:
+    flags, count, lengths = STATIONARY.split(), options.completions, None
+    if options.completion_tokens:
+        flags += ["--max_completion_length", str(options.completion_tokens)]
+    if count:
+        size = min(count, options.micro_batch)
+        flags += ["--per_device_train_batch_size", str(size)]
+        flags += ["--gradient_accumulation_steps", str(count // size)]
+    if options.shape != "tiny":
+        flags += ["--model_name_or_path", str(make_checkpoint(options))]
+    flags += options.flags
+    methods = {credit: module.parse_args([*flags, "--credit", credit]) for credit in credits}
+    args = methods[credits[0]]
+    if options.shape == "tiny":
+        tokenizer, data, _ = module.load_data(args)
+        run = module.build_run(args, tokenizer, module.Grader())
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+        shape, generator = (256, options.prompt_tokens), torch.Generator().manual_seed(0)
+        prompts = torch.randint(3, VOCABULARY, shape, generator=generator).tolist()
+        data = ([Problem("", "7")] * len(prompts), prompts)
+        count = args.per_device_train_batch_size * args.steps_per_generation
+        lengths = forced_lengths(options.lengths, count, args.max_completion_length)
+        module.row_uniforms = force_uniforms(module.row_uniforms, lengths)
+        run = module.build_run(args, tokenizer, RandomRewards())
+    for method in methods.values():
+        method.rollout_weights = args.rollout_weights  # build_run decides what `auto` is
+    return Bench(module, run, data, methods, lengths)
+
+
+def allocated_gib(device: torch.device) -> float:
+    return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else 0.0
+
+
+def peak_gib(device: torch.device, others: float = 0.0) -> float:
+    """The most GPU memory since the last call, less the others'; NaN on a CPU."""
+    if device.type != "cuda":
+        return math.nan
+    peak = torch.cuda.max_memory_allocated(device) / GIB
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak - others
+
+
+def weights_gib(*models: torch.nn.Module | None) -> float:
+    tensors = [p for model in models if model is not None for p in model.parameters()]
+    return sum({p.data_ptr(): p.nbytes for p in tensors}.values()) / GIB  # shared ones once
+
+
+def step(bench: Bench, credit: str, rollout: int, others: float) -> dict:
+    """One step: seconds of it and of its phases, tokens/s, peaks of memory."""
+    module, args = bench.module, bench.methods[credit]
+    run, device = bench.run._replace(args=args), bench.run.accelerator.device
+    peak_gib(device)
+    began = module.clock(device)
     batch, _, _ = module.collect(run, rollout, *bench.data)
-    seconds = {"seconds_rollout": time.perf_counter() - began}
-    seconds |= module.score(run, batch, True)
-    for index in module.update_rows(run.args, batch):
-        seconds |= module.update(run, batch, index, True)
-    return {name: seconds[name] for name in PHASES} | {"step": time.perf_counter() - began}
+    row = {"seconds_rollout": module.clock(device) - began, "peaks": [peak_gib(device, others)]}
+    check_lengths(batch.mask.sum(1).tolist(), bench.lengths)
+    if bench.lengths is not None:
+        plant_answers(batch, run.tokenizer)
+    one_update = args.num_iterations * args.steps_per_generation == args.gradient_accumulation_steps
+    began = module.clock(device)
+    row |= module.score(run, batch, one_update)
+    row["peaks"].append(peak_gib(device, others))
+    scored = module.clock(device)
+    for index in module.update_rows(args, batch) * args.num_iterations:
+        module.update(run, batch, index, one_update)
+    ended, tokens = module.clock(device), int(batch.attention.sum()) * args.num_iterations
+    row["peaks"].append(peak_gib(device, others))
+    row |= {"seconds_update": ended - scored, "step": row["seconds_rollout"] + ended - began}
+    row["rollout_tokens_per_second"] = int(batch.mask.sum()) / row["seconds_rollout"]
+    return row | {"update_tokens_per_second": tokens / row["seconds_update"]}
+
+
+# --------------------------------------------------------------------------------------------------
+# TRL
+# --------------------------------------------------------------------------------------------------
+class Trl(TrainerCallback):
+    """TRL's GRPOTrainer on a bench's policy and prompts. It runs the loop, and calls us back."""
+
+    def __init__(self, bench: Bench, rollouts: int):
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+
+        args, run, (problems, prompts) = bench.run.args, bench.run, bench.data
+        self.device, self.clock, self.rows = run.accelerator.device, bench.module.clock, []
+        self.lengths, on_gpu = bench.lengths, self.device.type == "cuda"
+        before = allocated_gib(self.device)
+        model = bench.module.load_policy(args, self.device)
+        self.weights, self.own = weights_gib(model), allocated_gib(self.device) - before
+        if bench.lengths is not None:
+            model.generate = force_generate(model.generate, bench.lengths, len(prompts[0]))
+        count = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        places = range(rollouts * (count // args.num_generations))
+        chosen = [str(problem_at(place, len(problems), args.seed)) for place in places]
+        config = GRPOConfig(
+            **{name: getattr(args, name) for name in SAME_IN_TRL.split()},
+            output_dir=tempfile.gettempdir(),
+            max_steps=rollouts,
+            lr_scheduler_type="constant",
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            shuffle_dataset=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+
+        def reward(prompts: list[str], completions: list[str], **_) -> list[float]:
+            return run.grade(completions, [problems[int(place)] for place in prompts])
+
+        data = Dataset.from_dict({"prompt": chosen})  # those of `collect`, each by its place
+        how = {"train_dataset": data, "processing_class": run.tokenizer, "callbacks": [self]}
+        self.trainer = GRPOTrainer(model, reward, config, **how)
+        self.trainer.remove_callback(transformers.PrinterCallback)
+        # It gets the same tokens as we do, not a text to cut anew.
+        self.trainer._tokenize_prompts = lambda ps: ([prompts[int(p)] for p in ps], None, {})
+        self.generate = self.trainer._generate_single_turn
+        self.trainer._generate_single_turn = self.timed_generate
+
+    def run(self, after_step) -> None:
+        """Trains; after every step k calls after_step(k)."""
+        self.after_step = after_step
+        self.trainer.train()
+
+    def timed_generate(self, prompts: list[list[int]], *inputs):
+        began = self.clock(self.device)
+        completions, logprobs = self.generate(prompts, *inputs)
+        seconds, lengths = self.clock(self.device) - began, [len(ids) for ids in completions]
+        check_lengths(lengths, self.lengths)
+        self.tokens = sum(lengths) + sum(map(len, prompts))
+        self.rows[-1] |= {
+            "seconds_rollout": seconds,
+            "rollout_tokens_per_second": sum(lengths) / seconds,
+            "peaks": [peak_gib(self.device, self.others), math.nan],
+        }
+        return completions, logprobs
+
+    def on_step_begin(self, args, state, control, **_):
+        self.others = allocated_gib(self.device) - self.own
+        peak_gib(self.device)
+        self.rows.append({"seconds_score": 0.0, "seconds_credit": 0.0})
+        self.began = self.clock(self.device)
+
+    def on_step_end(self, args, state, control, **_):
+        row = self.rows[-1]
+        row["step"] = self.clock(self.device) - self.began
+        row["seconds_update"] = row["step"] - row["seconds_rollout"]
+        row["update_tokens_per_second"] = self.tokens / row["seconds_update"]
+        row["peaks"].append(peak_gib(self.device, self.others))
+        self.after_step(state.global_step - 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# The table
+# --------------------------------------------------------------------------------------------------
+def spread(values: list[float]) -> str:
+    """Median (quartiles)."""
+    values = values * 2 if len(values) == 1 else values  # as many as quantiles() wants
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.2f} ({low:.2f} - {high:.2f})"
+
+
+def ratio(rows: list[dict], to: list[dict], name: str) -> str:
+    return spread([a[name] / b[name] for a, b in zip(rows, to, strict=True)])
+
+
+def table_row(script: str, credit: str, rows: list[dict], uniform: list[dict], gib: float) -> str:
+    def median(name: str, digits: int = 2) -> str:
+        return f"{statistics.median(row[name] for row in rows):.{digits}f}"
+
+    peaks = [max(values) for values in zip(*(row["peaks"] for row in rows), strict=True)]
+    cells = [script, credit, spread([row["step"] for row in rows])]
+    cells += [median("seconds_rollout"), median("rollout_tokens_per_second", 0)]
+    cells += [median(f"seconds_{phase}") for phase in ("score", "credit", "update")]
+    cells += [median("update_tokens_per_second", 0)]
+    cells += [ratio(rows, uniform, "step") if uniform else "-", f"{gib:.3g}"]
+    cells += [", ".join("n/a" if math.isnan(peak) else f"{peak:.1f}" for peak in peaks)]
+    return f"| {' | '.join(cells)} |"
+
+
+def header(bench: Bench, options: argparse.Namespace) -> str:
+    """What is measured, in a line."""
+    args, device, shape = bench.run.args, bench.run.accelerator.device, "tiny policy"
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name() if on_gpu else f"CPU ({torch.get_num_threads()} threads)"
+    if options.shape != "tiny":
+        layers = f" cut to {options.layers} layers" if options.layers else ""
+        shape = f"random Qwen3-{options.shape}{layers}, prompts of {options.prompt_tokens} tokens"
+    lengths = "the policy's own" if bench.lengths is None else options.lengths
+    return (
+        f"{name}, torch {torch.__version__}; {shape}; {'NF4' if args.load_in_4bit else 'dense'} + "
+        f"LoRA {args.lora_r} in {'bf16' if on_gpu else 'fp32'}, rollouts: {args.rollout_weights}; "
+        f"{args.per_device_train_batch_size * args.steps_per_generation} completions of at most "
+        f"{args.max_completion_length} tokens ({lengths} lengths), groups of "
+        f"{args.num_generations}, micro-batches of {args.per_device_train_batch_size}; median "
+        f"(quartiles) of {options.repeats}; flags: {' '.join(options.flags) or 'none'}"
+    )
+
+
+def measure(name: str, credits: list[str], options: argparse.Namespace) -> list[str]:
+    """The lines of one script: head, table, ratios to TRL."""
+    bench = prepare(sys.modules[name], credits, options)
+    total, began = options.warmup + options.repeats, time.perf_counter()
+    trl = Trl(bench, total) if options.trl else None
+    timings: dict[str, list[dict]] = {credit: [] for credit in credits}
+
+    def ours(repeat: int) -> None:
+        for credit, rows in timings.items():
+            rows.append(step(bench, credit, repeat, trl.own if trl else 0.0))
+        gone, left = time.perf_counter() - began, total - repeat - 1
+        eta = f"{gone:.0f} s gone, about {gone / (repeat + 1) * left:.0f} s left"
+        kind = "warm-up" if repeat < options.warmup else "repeat"
+        print(f"{name}: {kind} {repeat + 1} of {total}, {eta}", file=sys.stderr, flush=True)
+
+    if trl:
+        trl.run(ours)
+    else:
+        for repeat in range(total):
+            ours(repeat)
+    timings = {credit: rows[options.warmup :] for credit, rows in timings.items()}
+    gib, uniform = weights_gib(bench.run.model, bench.run.dense), timings.get("uniform", [])
+    lines = [f"{name}: {header(bench, options)}", "", f"| {COLUMNS} |", "|" + "---|" * 12]
+    lines += [table_row(name, credit, rows, uniform, gib) for credit, rows in timings.items()]
+    if trl is None:
+        return lines
+    theirs = trl.rows[options.warmup :]
+    lines += [table_row("TRL", "GRPO", theirs, uniform, trl.weights), ""]
+    return lines + [
+        f"{credit} against TRL: {ratio(own, theirs, 'rollout_tokens_per_second')} times the "
+        f"rollout's tokens/s, {ratio(theirs, own, 'step')} times as fast a step"
+        for credit, own in timings.items()
+    ]
+
+
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add, scripts = parser.add_argument, sorted(path.stem for path in ROOT.glob("grpo_*.py"))
+    add("scripts", nargs="*", default=scripts, help="default: all")
+    add("--credit", nargs="+", default=[], help="methods; default: all of each script")
+    add("--shape", choices=["tiny", *SHAPES], default="tiny")
+    add("--layers", type=int, help="fewer than the shape has, to test without a GPU")
+    add("--completions", type=int, help="of a rollout; default 64, tiny: the script's")
+    add("--micro_batch", type=int, default=16, help="completions, where --completions counts")
+    add("--prompt_tokens", type=int, default=128, help="of a shape's random prompts")
+    add("--completion_tokens", type=int, help="at most; default 256, tiny: the script's")
+    add("--lengths", choices=["equal", "lognormal"], default="equal", help="of a shape")
+    add("--trl", action="store_true", help="TRL's GRPOTrainer beside ours")
+    add("--repeats", type=int, default=5)
+    add("--warmup", type=int, default=2, help="repeats before those, not counted")
+    add("--cache", default=f"{tempfile.gettempdir()}/qwen3-shapes", help="folder of checkpoints")
+    options = parser.parse_args(argv[:cut])
+    options.flags = argv[cut + 1 :]
+    for name in set(options.scripts) - set(scripts):
+        parser.error(f"no script {name}: there are {', '.join(scripts)}")
+    if options.shape != "tiny":
+        options.completions = options.completions or 64
+        options.completion_tokens = options.completion_tokens or 256
+        if not (options.layers or torch.cuda.is_available()):
+            parser.error(f"--shape {options.shape} needs a GPU; --layers 2 tests it on a CPU")
+    if options.completions and options.completions % min(options.completions, options.micro_batch):
+        parser.error("--micro_batch must divide --completions")
+    hints = {name: get_type_hints(importlib.import_module(name).Args) for name in options.scripts}
+    options.methods = {name: get_args(hint["credit"]) for name, hint in hints.items()}
+    for credit in set(options.credit) - {c for known in options.methods.values() for c in known}:
+        parser.error(f"none of {', '.join(options.scripts)} has --credit {credit}")
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("scripts", nargs="*", default=[p.stem for p in ROOT.glob("grpo_*.py")])
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    print("| script | credit | step, s | quartiles | " + " | ".join(PHASES) + " | over uniform |")
-    print("|---|---|---|---|" + "---|" * 5)
-    for name in options.scripts:
-        module = importlib.import_module(name)
-        module.use_every_core()
-        credits = get_args(get_type_hints(module.Args)["credit"])
-        benches = [prepare(module, credit) for credit in credits]
-        timings = {bench.credit: [] for bench in benches}
-        for repeat in range(options.repeats):
-            for bench in benches:
-                timings[bench.credit].append(step(bench, 2 + repeat))
-        for credit, rows in timings.items():
-            whole = [row["step"] for row in rows]
-            ratios = [a["step"] / b["step"] for a, b in zip(rows, timings["uniform"], strict=True)]
-            low, middle, high = statistics.quantiles(whole, n=4)
-            phases = " | ".join(f"{statistics.median(r[p] for r in rows):.2f}" for p in PHASES)
-            print(
-                f"| {name} | {credit} | {middle:.2f} | {low:.2f} - {high:.2f} | {phases} | "
-                f"{statistics.median(ratios):.2f} |",
-                flush=True,
-            )
+    options = parse_options(sys.argv[1:])
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    for name, known in options.methods.items():
+        credits = [credit for credit in known if credit in (options.credit or known)]
+        if credits:
+            sys.modules[name].use_every_core()
+            print(*measure(name, credits, options), "", sep="\n", flush=True)
+        gc.collect()  # the script's models, before the next one's
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -261,9 +261,7 @@ def demonstrations():
         rng = random.Random(11)
         chains = [data.random_chain(rng, held_out=False) for _ in range(2500)]
         problems = [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
-        return [
-            (p, make.demonstrate(rng, c, slips)) for p, c in zip(problems, chains, strict=True)
-        ]
+        return [(p, make.demonstrate(rng, c, slips)) for p, c in zip(problems, chains, strict=True)]
 
     return {slips: pairs(slips) for slips in (False, True)}
 

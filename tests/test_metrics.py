@@ -1,7 +1,9 @@
 """common/metrics.py against brute force, hand-computed vectors and hostile text. No GPU, ~5 s."""
 
+import errno
 import json
 import math
+import os
 import re
 import struct
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import metrics
 from common.metrics import (
     RunLog,
     before_after_table,
@@ -22,6 +25,7 @@ from common.metrics import (
     write_credit_page,
     write_curves,
     write_model_card,
+    write_report,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -237,7 +241,7 @@ def test_matplotlib_is_loaded_late_and_pyplot_never(tmp_path):
 HOSTILE = {  # text -> what the reader must see
     "<script>alert(1)</script>": "<script>alert(1)</script>",
     "</i></div></article><img src=x onerror=alert(1)>": None,
-    "\" onfocus=\"alert(1)\" x='": None,
+    '" onfocus="alert(1)" x=\'': None,
     "' style='x": None,
     "--> ]]> </title></style></textarea><!-- &lt; &amp;#60; ${title} $groups": None,
     "a\x00b\x1b[0m\x7f\x85": "a␀b␛[0m␡<U+0085>",
@@ -397,3 +401,96 @@ def test_model_card_has_valid_front_matter_and_flags_stay_in_their_block(tmp_pat
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert yaml.safe_load(text.split("\n---\n")[0])["base_model"] == base
     assert "No evaluation was run." in text
+
+
+# ------------------------------------------------------------------------------ the report
+
+FILES = ("summary.json", "completions.jsonl", "adapter/README.md", "curves.png", "credit.html")
+TOKEN = {"text": "7", "weight": 1.0, "entropy": 0.5, "logp": -0.5}
+COMPLETION = {"reward": 1.0, "advantage": 0.7, "truncated": False, "tokens": [TOKEN]}
+GROUP = {"prompt": "p", "answer": "7", "step": 1, "completions": [COMPLETION]}
+
+
+def report(folder: Path, groups: list[dict] = [GROUP]) -> str:  # noqa: B006
+    (folder / "adapter").mkdir(parents=True, exist_ok=True)
+    config = {"credit": "arca", "model_name_or_path": "org/base"}
+    rows = [full_row(step) | {"rollout_tokens": 5} for step in (1, 2)]
+    summary = {"before": EVAL, "after": EVAL, "seconds": 1.0}
+    return write_report(str(folder), "t", config, rows, groups, summary)
+
+
+def is_whole(path: Path) -> bool:
+    """By the last bytes of each kind of file."""
+    ends = {".json": b"}\n", ".jsonl": b"}\n", ".md": b"```\n", ".html": b"</html>\n"}
+    return path.read_bytes().rstrip().endswith(ends.get(path.suffix, PNG_END).rstrip())
+
+
+PNG_END = b"IEND\xaeB`\x82"
+
+
+@pytest.fixture
+def quick_curves(monkeypatch):
+    """The drawing takes seconds, and most of these tests are about the other files."""
+    monkeypatch.setattr(metrics, "write_curves", lambda p, *_: Path(p).write_bytes(PNG_END))
+
+
+def test_report_writes_every_file_and_says_nothing(tmp_path, capfd):
+    text = report(tmp_path)
+    assert all(is_whole(tmp_path / name) for name in FILES)
+    assert all(str(tmp_path / name) in text for name in FILES if "/" not in name)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.usefixtures("quick_curves")
+def test_a_file_that_cannot_be_written_is_one_sentence_and_the_rest_is_there(tmp_path, capfd, name):
+    (tmp_path / name).mkdir(parents=True)  # a directory in its place: IsADirectoryError
+    text = report(tmp_path)
+    assert all(is_whole(tmp_path / other) for other in FILES if other != name)
+    out, err = capfd.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert err.startswith(f"{tmp_path / name} is not written, the run goes on: IsADirectoryError")
+    assert str(tmp_path / name) not in text and "Written:" in text
+
+
+BREAKS = {  # how the drawing fails -> what the sentence gives as the reason
+    "raises": "RuntimeError: line one line two",
+    "no matplotlib": "ModuleNotFoundError: ",
+}
+
+
+@pytest.mark.parametrize("way", BREAKS)
+def test_a_figure_that_cannot_be_drawn_costs_the_figure(tmp_path, capfd, monkeypatch, way):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("line one\nline two")
+
+    if way == "raises":
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", broken)
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import now fails
+    text = report(tmp_path)
+    assert all(is_whole(tmp_path / name) for name in FILES if name != "curves.png")
+    err = capfd.readouterr().err
+    start = f"{tmp_path / 'curves.png'} is not written, the run goes on: {BREAKS[way]}"
+    assert err.startswith(start) and err.count("\n") == 1
+    assert "curves.png" not in text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_full_disk_is_left_to_the_trainer(tmp_path, capfd, name, request):
+    if name != "curves.png":
+        request.getfixturevalue("quick_curves")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to("/dev/full")  # every write there is ENOSPC
+    with pytest.raises(OSError) as error:
+        report(tmp_path, [GROUP] * 400)
+    assert error.value.errno == errno.ENOSPC
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow  # it builds a font cache
+def test_a_font_cache_that_cannot_be_written_does_not_cost_the_figure(tmp_path):
+    code = f"import common.metrics as m; m.write_curves({str(tmp_path / 'c.png')!r}, [], 't')"
+    environ = os.environ | {"MPLCONFIGDIR": "/dev/null/none", "HOME": "/dev/null"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, check=True)
+    assert is_whole(tmp_path / "c.png")

@@ -190,7 +190,7 @@ def compare(batch, reference, tolerance: float = 1e-4) -> None:
 # --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", MODES)
 def test_oar_p_equals_whole_forwards(make_run, mode):
-    """Prefixes from the cache, on the dense copy of the policy and on the adapter, against one whole
+    """Prefixes from the cache, on the policy's dense copy and on the adapter, against one whole
     forward a row; a budget of few rows as well."""
     budget = {"last": 16384, "answer_mean": 500, "answer_joint": 1}[mode]
     run = make_run(
@@ -223,7 +223,9 @@ def test_oar_g_in_float64_at_the_default_noise(make_run, monkeypatch):
     """What is left of the difference in fp32 is rounding: in float64 six more digits agree."""
 
     def norm(self, x):  # transformers' own goes through float32
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (
+            self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
     monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", norm)
     run = make_run(trainer, temperature=0.7, load_in_4bit=False)

@@ -140,7 +140,9 @@ EQUAL = [
     (r"\$18", "18"), ("18.00", "18"), (r"18\text{ apples}", "18"), ("5.4", r"5.4 \text{ cents}"),
     (r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     ("1+2i", "2i + 1"), (r"1 + \sqrt{19}, 1 - \sqrt{19}", r"1 \pm \sqrt{19}"),
-    ("6.72 \\times 10^{-5}", ".0000672"), (r"(x+1)^2", "x^2+2x+1"),
+    ("6.72 \\times 10^{-5}", ".0000672"), (r"(x+1)^2", "x^2+2x+1"), ("0.333333", r"\frac13"),
+    ("52_{8}", "52_8"), ("52", "52_8"), ("52_{10}", "52"), ("x_{1}", "x_1"),
+    ("{1" + 400 * "0" + "}", "1" + 400 * "0"),
 ]  # fmt: skip
 DIFFERENT = [
     (r"\frac13", "0.5"), ("2/1", "0.5"), ("x=6", "5"), (r"\sqrt{7}", r"2\sqrt{2}"),
@@ -151,6 +153,8 @@ DIFFERENT = [
     (r"\begin{bmatrix} 2 \\ 1 \end{bmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     ("1-2i", "2i + 1"), ("x^2+2x+2", "(x+1)^2"), ("7, 8", "7"), (r"\{7, 8\}", "7"), ("y=7x", "7"),
     (r"\text{it is } \frac{1}{2} \text{ or } (((", r"\frac{1}{2}"),
+    (".0000674", ".0000672"), ("0.000067", ".0000672"), ("0", "0.0000001"), ("0.33", r"\frac13"),
+    ("101_2", "101_3"), ("101_{12}", "101_3"), ("10_8", "10"), ("52_7", "52_{8}"),
 ]  # fmt: skip
 
 
@@ -339,21 +343,82 @@ def test_a_worker_killed_while_idle_costs_nothing():
         assert grader.timeouts == 0
 
 
-def test_a_worker_killed_while_busy_costs_one_verdict():
-    with ready_grader(1, 60.0) as grader:
-        killer = threading.Timer(1.0, os.kill, (pids(grader)[0], signal.SIGKILL))
-        killer.start()
-        texts = [box(ENDLESS[0]), box("14/2"), box("15/2")]
-        assert grader.grade(texts, ["7"] * 3) == [0.0, 1.0, 0.0]
-        assert grader.timeouts == 1
+def kill_in_the_middle(grader: Grader, times: int) -> threading.Thread:
+    """Stops the only worker, so that it is certainly at work, and kills it; `times` workers."""
+
+    def kill() -> None:
+        seen: set[int] = set()
+        while len(seen) < times:
+            busy = [w.proc.pid for w in list(grader._workers) if w.pair and w.proc.pid not in seen]
+            for pid in busy:
+                time.sleep(0.2)
+                os.kill(pid, signal.SIGKILL)
+                seen.add(pid)
+            time.sleep(0.01)
+
+    os.kill(pids(grader)[0], signal.SIGSTOP)  # it takes the pair and never answers
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_worker_killed_while_busy_costs_no_verdict_and_is_told_once(capfd):
+    with ready_grader(1, 30.0) as grader:
+        for gold in ("7", "9"):  # two deaths, one sentence
+            before = pids(grader)
+            killer = kill_in_the_middle(grader, times=1)
+            texts = [box(f"{2 * int(gold)}/2"), box("15/2")]
+            assert grader.grade(texts, [gold] * 2) == [1.0, 0.0]
+            killer.join()
+            assert not set(before) & set(pids(grader))
+        assert grader.timeouts == 0
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("reward: a grading worker was killed by signal 9")
+    assert "run goes on" in said[0] and len(said[0]) < 250
+
+
+def test_an_answer_that_kills_its_worker_twice_gets_0_and_the_rest_goes_on(capfd, monkeypatch):
+    with ready_grader(1, 30.0) as grader:
+        sent, start = [], grader._start
+        monkeypatch.setattr(grader, "_start", lambda: sent.append(1) or start())
+        killer = kill_in_the_middle(grader, times=2)
+        # 5^(5^(5^5)) holds the second worker until it is killed too: no clock decides this test
+        texts = [box(ENDLESS[0]), box("14/2"), box("15/2"), "no box"]
+        assert grader.grade([texts[0]], ["7"]) == [0.0]
         killer.join()
+        assert grader.timeouts == 1 and len(sent) == 1
+        assert grader.grade(texts, ["7"] * 4) == [0.0, 1.0, 0.0, 0.0]
+        assert grader.timeouts == 1 and len(sent) == 2  # the 0 was cached
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+LIMITED = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+from common.reward import Grader
+with Grader(1, 60.0) as grader:
+    texts = [r"\\operatorname{zeros}(13000,13000)", "14/2", "15/2"]
+    print(grader.grade([f"\\\\boxed{{{text}}}" for text in texts], ["7"] * 3))
+"""
+
+
+@LINUX
+def test_a_run_under_a_lower_memory_limit_than_the_workers_own():
+    """Its 1 GiB is a hard limit that a worker may not raise to 2; the zeros would take 1.3 GiB."""
+    command = [sys.executable, "-c", LIMITED, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0.0, 1.0, 0.0]\n", "")
 
 
 def test_memory_is_limited():
-    """A worker at its memory limit answers 0 or dies; either way the next verdict is right."""
+    """30000 x 30000 zeros are a list of 7.2 GB, above the worker's 2 GiB: a MemoryError, which is
+    a 0. Nothing of it stays, so the worker lives on and its next verdict is right."""
     with ready_grader(1, 60.0) as grader:
+        before = pids(grader)
         texts = [box(r"\operatorname{zeros}(30000,30000)"), box("14/2")]
         assert grader.grade(texts, ["7", "7"]) == [0.0, 1.0]
+        assert grader.timeouts == 0 and pids(grader) == before
         if sys.platform == "linux":
             limits = Path(f"/proc/{pids(grader)[0]}/limits").read_text()
             line = next(row for row in limits.splitlines() if row.startswith("Max address"))
@@ -362,7 +427,8 @@ def test_memory_is_limited():
 
 def test_an_interrupted_call_leaves_no_verdict_behind(monkeypatch):
     with ready_grader(1, 30.0) as grader:
-        def interrupt(_verdicts):
+
+        def interrupt(_todo, _verdicts):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

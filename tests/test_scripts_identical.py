@@ -25,6 +25,7 @@ OURS = {
     "system_prompt": "TRL wants it in the data",
     "rollout_weights": "how our own decode loop runs; TRL samples through vLLM or generate()",
     "max_eval_samples": "held-out problems to evaluate on",
+    "max_tokens_per_micro_batch": "TRL's micro-batches have a number of rows",
 }
 TRL_DATACLASSES = ("GRPOConfig", "ModelConfig", "ScriptArguments")
 

@@ -559,6 +559,7 @@ def test_local_gsm8k_file_end_to_end(tmp_path):
     assert (tmp_path / "out/summary.json").exists()
 
 
+@pytest.mark.slow  # test_processes.py has the gradients
 def test_two_processes_under_accelerate_launch(tmp_path):
     """PITFALLS 8: and one process with two micro-batches gives the same samples and adapter."""
     small = ("--max_steps", 2, "--max_eval_samples", 2, "--num_generations_eval", 2)

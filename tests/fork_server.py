@@ -1,0 +1,119 @@
+"""Runs many command lines of the grpo_*.py scripts in forks of one process that imported them once.
+
+    python tests/fork_server.py CASES.json JOBS
+
+CASES.json is a list of {"folder", "script", "argv"}. Each case runs as the command would, with the
+folder as working directory; there it leaves stdout.txt, stderr.txt and code.txt, the exit code, or
+"timeout". A case with "signal" gets that signal, "times" of it, "after" seconds after the path
+"when" is there (a file: with "lines" lines). Imports cost six seconds and a run of two tiny steps
+about three, so that a process for each would spend most of its time on imports.
+"""
+
+import atexit
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import datasets  # noqa: E402, F401  (what runs import late, imported before they fork)
+import matplotlib.backends.backend_agg  # noqa: E402, F401
+import matplotlib.figure  # noqa: E402, F401
+import peft.tuners.lora.bnb  # noqa: E402, F401
+import torch  # noqa: E402
+
+import grpo_arca  # noqa: E402
+import grpo_oar  # noqa: E402
+import grpo_strace  # noqa: E402
+
+LIMIT = 120  # seconds a case; on one busy core a good one takes about ten
+MODULES = {module.__name__: module for module in (grpo_arca, grpo_oar, grpo_strace)}
+
+
+def run_here(case: dict) -> int:
+    """The command, in this fork: its exit code, as the interpreter would give it."""
+    os.setsid()  # so that its grading workers can be stopped with it
+    os.chdir(case["folder"])
+    for fd, name in ((0, os.devnull), (1, "stdout.txt"), (2, "stderr.txt")):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), fd)
+    sys.argv = [case["script"] + ".py", *case["argv"]]
+    code: object = 0
+    try:
+        MODULES[case["script"]].main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else 1
+
+
+def fork(case: dict) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = run_here(case)
+        finally:
+            os._exit(code)
+    return pid
+
+
+def stop(pid: int, case: dict) -> None:
+    """Sends the case's signal if it is time."""
+    path = Path(case["folder"]) / case["when"]
+    if not path.exists() or (
+        path.is_file() and path.read_text().count("\n") < case.get("lines", 0)
+    ):
+        return
+    due = case.setdefault("due", time.monotonic() + case.get("after", 0))
+    if time.monotonic() >= due:
+        for _ in range(case.get("times", 1)):
+            os.kill(pid, case["signal"])
+            time.sleep(0.05)  # two of a kind at once would be one
+        del case["signal"]
+
+
+def settle(running: dict[int, tuple[dict, float]]) -> None:
+    """Waits a moment; notes which cases have ended, and ends those that took too long."""
+    time.sleep(0.02)
+    for pid, (case, deadline) in list(running.items()):
+        if "signal" in case:
+            stop(pid, case)
+        done, status = os.waitpid(pid, os.WNOHANG)
+        code = str(os.waitstatus_to_exitcode(status))
+        if not done and time.monotonic() < deadline:
+            continue
+        if not done:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            code = "timeout"
+        (Path(case["folder"]) / "code.txt").write_text(code)
+        del running[pid]
+
+
+def main() -> None:
+    cases, jobs = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    torch.set_num_threads(1)
+    # A fork has none of its parent's threads, and would wait for them for ever. Arrow's allocator
+    # knows: it starts its own anew.
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    threads.remove("jemalloc_bg_thd") if "jemalloc_bg_thd" in threads else None
+    assert len(threads) == 1, f"threads before the first fork: {threads}"
+    running: dict[int, tuple[dict, float]] = {}
+    while cases or running:
+        while cases and len(running) < jobs:
+            case = cases.pop(0)
+            running[fork(case)] = (case, time.monotonic() + LIMIT)
+        settle(running)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The bench runs through, on a shape small enough for a CPU."""
+
+import bench
+import pytest
+import torch
+from conftest import TINY, random_batch
+from transformers import AutoTokenizer
+
+import grpo_arca
+import grpo_oar
+
+
+@pytest.mark.parametrize("module", [grpo_arca, grpo_oar])
+def test_shape_with_forced_lengths(module, tmp_path, monkeypatch):
+    monkeypatch.setitem(bench.SHAPES, "0.6B", (64, 64, 1, 8, True))
+    monkeypatch.setattr(bench, "VOCABULARY", 8192)
+    monkeypatch.setattr(module, "row_uniforms", module.row_uniforms)  # restored afterwards
+    argv = "--shape 0.6B --layers 1 --completions 8 --micro_batch 4 --prompt_tokens 5 --warmup 0"
+    argv += f" --completion_tokens 40 --lengths lognormal --repeats 1 --cache {tmp_path}"
+    options = bench.parse_options([module.__name__, *argv.split()])
+    credits = list(options.methods[module.__name__])
+    lines = bench.measure(module.__name__, credits, options)  # ends itself if a length is not kept
+    assert "8 completions of at most 40 tokens (lognormal lengths)" in lines[0]
+    assert [line.split(" | ")[1] for line in lines[4:]] == credits
+    cells = [cell.strip() for cell in lines[4].strip("|").split("|")]
+    assert float(cells[4]) > 0 and float(cells[8]) > 0  # tokens/s of rollout and update
+
+
+def test_planted_answers_are_found():
+    batch, tokenizer = random_batch(length=20), AutoTokenizer.from_pretrained(TINY)
+    stops = batch.ids.clone()
+    bench.plant_answers(batch, tokenizer)
+    for ids, mask, before in zip(batch.ids, batch.mask, stops, strict=True):
+        completion, count = ids[batch.prompt_width :][mask].tolist(), int(mask.sum())
+        assert completion[-1] == before[batch.prompt_width + count - 1]  # the stop token stays
+        if count > 8:
+            begin, end = grpo_oar.answer_span(tokenizer, completion)
+            assert tokenizer.decode(completion[begin:end]) == "7"
+
+
+def test_lengths():
+    assert bench.forced_lengths("equal", 3, 7).tolist() == [7, 7, 7]
+    lengths = bench.forced_lengths("lognormal", 64, 300).float()
+    assert 0.9 < lengths.mean() / 100 < 1.05 and lengths.max() <= 300 and lengths.std() > 30
+    torch.testing.assert_close(lengths, bench.forced_lengths("lognormal", 64, 300).float())
+
+
+def test_a_shape_needs_a_gpu_or_fewer_layers(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench.parse_options(["--shape", "8B"])
+    assert "needs a GPU" in capsys.readouterr().err
