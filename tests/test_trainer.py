@@ -74,6 +74,54 @@ def test_greedy_generation_equals_transformers(make_run, rollout_weights):
         assert out.stopped[row] == (ours[-1] == 2)
 
 
+def test_finished_lines_are_dropped_and_nothing_else_changes(make_run, monkeypatch):
+    """Each completion as if it were alone, where no line can be dropped."""
+    run = make_run(max_completion_length=80, adapter=0.0)
+    prompts = prompts_of(run, 16)
+    u = trainer.row_uniforms(run.args, "rollout", 0, torch.arange(16), 80)
+    sizes, inner = [], trainer.Decoder.shrink
+    monkeypatch.setattr(
+        trainer.Decoder, "shrink", lambda self, n, to: (sizes.append((n, to)), inner(self, n, to))
+    )
+    whole = run.sample(prompts, u, **FULL)
+    texts = whole.texts(run.tokenizer)
+    assert len(sizes) >= 2 and all(to <= 0.75 * n for n, to in sizes)
+    sizes.clear()
+    for i, prompt in enumerate(prompts):
+        alone = run.sample([prompt], u[i : i + 1], **FULL)
+        assert alone.texts(run.tokenizer) == [texts[i]]
+        length = alone.logp.shape[1]
+        assert torch.allclose(alone.logp[0], whole.logp[i, :length], atol=1e-4)
+        assert (whole.logp[i, length:] == 0).all() and alone.stopped[0] == whole.stopped[i]
+    assert not sizes
+
+
+def test_a_decoder_can_be_used_again_with_shorter_prompts(make_run):
+    """As on a GPU, where the captured graphs belong to a decoder's buffers."""
+    run = make_run(adapter=0.0)
+    model, prompts, u = run.dense, prompts_of(run), torch.rand(4, 24)
+    trainer.merge(run.model, model)
+    wide = max(map(len, prompts)) + 5
+    decoder = trainer.Decoder(model, run.eos_ids, 0, (4, wide, 24), FULL)
+    decoder.run([[7] * wide] * 4, 1 - u)  # leaves its traces in every buffer
+    again, fresh = decoder.run(prompts, u), run.sample(prompts, u, **FULL)
+    assert again.texts(run.tokenizer) == fresh.texts(run.tokenizer)
+    assert torch.equal(again.attention.sum(1), fresh.attention.sum(1))
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_grouped_attention_is_attention_with_repeated_keys(queries):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 6, queries, 8, generator=generator)
+    key, value = torch.randn(2, 3, 2, 7, 8, generator=generator)
+    mask = torch.where(torch.rand(3, 1, queries, 7, generator=generator) < 0.3, -1e30, 0.0)
+    expected = ((query @ key.repeat_interleave(3, 1).mT) * 0.3 + mask).softmax(-1)
+    expected = (expected @ value.repeat_interleave(3, 1)).transpose(1, 2)
+    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    got, _ = trainer.grouped_attention(module, query, key, value, mask, scaling=0.3)
+    assert torch.allclose(got, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("rollout_weights", ["merged", "adapter"])
 def test_samples_are_a_function_of_the_row_and_logps_are_recomputed(make_run, rollout_weights):
     """Rows sampled together, alone, or in another order are the same; PITFALLS 12: and the
