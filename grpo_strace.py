@@ -24,8 +24,8 @@ a trace of past log-ratios inside PPO's clip:
     grpo_lambda    lambda^(t-k), or max(lambda^k, lambda^(t-k)), k from 0     arXiv 2510.00194
     gspo           1/T_i for every t and k, k > t too                         arXiv 2507.18071
 
-Ours, not known from the paper: the geometric kernel and lambda = 0.5 (--trace_lambda), rows that
-are not normalised (--trace_normalize), q = 0.8 (--trace_entropy_quantile) over the completion
+Ours, not known from the paper: the geometric kernel and lambda = 0.9 (--trace_lambda), rows that
+are not normalised (--trace_normalize), q = 0.5 (--trace_entropy_quantile) over the completion
 (--trace_mask_scope), a masked token that keeps its own ratio (--trace_keep_own), and a trace that
 is differentiable. So it is no matter of the ratios alone: where all of them are 1, token k's
 gradient has the weight sum_{t>=k} W[t,k]; with a stop-gradient on the past it would be GRPO's.
@@ -160,9 +160,9 @@ class Args:
     credit: Literal["s_trace", "p_trace", "gspo", "grpo_lambda", "uniform"] = flag(
         "s_trace", "whose ratios make up a token's importance weight; uniform is GRPO: its own"
     )
-    trace_lambda: float = flag(0.5, "decay per token: 0 is GRPO, 1 forgets nothing")
+    trace_lambda: float = flag(0.9, "decay per token: 0 is GRPO, 1 forgets nothing")
     trace_normalize: bool = flag(False, "divide each trace by the sum of its weights")
-    trace_entropy_quantile: float = flag(0.8, "share of tokens, lowest in entropy, to mask")
+    trace_entropy_quantile: float = flag(0.5, "share of tokens, lowest in entropy, to mask")
     trace_mask_scope: Literal["completion", "batch"] = flag(
         "completion", "the share is of each completion, or of the whole rollout"
     )

@@ -68,7 +68,9 @@ SHARED = {
     "gradient_accumulation_steps": ("1 2", "0 -1 x"),
     "steps_per_generation": ("1 2 4", "-1 1.5"),
     "num_iterations": ("1 2 3", "0 -1 1.5"),
+    "max_tokens_per_micro_batch": ("1 50 100000", "0 -1 1.5"),
     "gradient_checkpointing": BOOL,
+    "torch_compile": ("false", "maybe"),  # compiling takes minutes on a CPU
     "loss_type": ("grpo dapo dr_grpo", "ppo GRPO bnpo"),
     "scale_rewards": ("group batch none", "std true"),
     "epsilon": ("0.0001 0.2 0.9", "0 -0.2 nan x"),

@@ -659,3 +659,32 @@ def test_every_core_unless_the_user_set_threads(monkeypatch, launched, user, exp
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     trainer.use_every_core()
     assert calls == [2] * expected
+
+
+@pytest.mark.slow  # the C++ compiler takes a minute and more
+def test_compiled_layers_compute_the_same_without_graph_breaks_or_recompiles(make_run):
+    """Log-probs, entropies, those of the base, gradients and samples; batches of many lengths."""
+    results, graphs = [], []
+    for compiled in (False, True):
+        run, found = make_run(torch_compile=compiled), []
+        torch._dynamo.utils.counters.clear()
+        for seed, (prompt, length) in enumerate([(6, 12), (9, 20), (4, 15), (8, 33)]):
+            batch = random_batch(prompt=prompt, length=length, seed=seed)
+            inputs = (batch.ids, batch.attention, batch.prompt_width)
+            run.policy.eval()
+            with torch.no_grad():
+                found += run.policy(*inputs)[:2]
+                with run.model.disable_adapter():
+                    found.append(run.policy(*inputs).logp)
+            run.policy.zero_grad()
+            logp = trainer.training_forward(run, batch)
+            logp[batch.mask].sum().backward()
+            found += [logp.detach()] + [p.grad for p in run.model.parameters() if p.requires_grad]
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        u = torch.rand(4, 12, generator=torch.Generator().manual_seed(0))
+        found.append(run.sample(prompts_of(run), u, **FULL).ids)
+        results.append(found)
+    assert graphs[:4] == [0] * 4 and graphs[4] > 0 and graphs[4:] == graphs[4:5] * 4
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for plain, same in zip(*results, strict=True):
+        assert torch.allclose(plain.float(), same.float(), rtol=1e-4, atol=1e-4)
