@@ -12,7 +12,6 @@ import json
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import mean, stdev
@@ -21,16 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(script: str, flags: list[str], seed: int) -> dict:
-    """One run in a folder of its own; returns its summary with wall clock and memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["accelerate", "launch", script, *flags, "--seed", str(seed)]
-        began = time.time()
-        subprocess.run(
-            [*command, "--output_dir", folder], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-        )
-        wall = time.time() - began
-        summary = json.loads((Path(folder) / "summary.json").read_text())
-        rows = [json.loads(line) for line in open(Path(folder) / "metrics.jsonl")]
+    """One run, in its default folder; returns its summary with wall clock and memory."""
+    command = ["accelerate", "launch", script, *flags, "--seed", str(seed)]
+    began = time.time()
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    wall = time.time() - began
+    newest = max(ROOT.glob(f"runs/*-{seed}/summary.json"), key=lambda path: path.stat().st_mtime)
+    summary = json.loads(newest.read_text())
+    rows = [json.loads(line) for line in open(newest.with_name("metrics.jsonl"))]
     updates = [row for row in rows if "reward" in row]
     columns = ["seconds_rollout", "seconds_score", "seconds_credit", "seconds_update"]
     columns += ["reward", "weight_gini", "weight_effn"]
