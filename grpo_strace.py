@@ -230,8 +230,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
     args.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     args.output_dir = args.output_dir or f"runs/{SCRIPT.stem}-{args.credit}-{args.seed}"
-    total = args.per_device_train_batch_size * args.steps_per_generation
-    total *= int(os.environ.get("WORLD_SIZE", 1))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    total = args.per_device_train_batch_size * args.steps_per_generation * world
     try:
         template_is_object = isinstance(json.loads(args.chat_template_kwargs), dict)
     except ValueError:
@@ -243,6 +243,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
         "--top_p must be at most 1": args.top_p > 1,
         "--temperature must be at least 1e-6": 0 < args.temperature < 1e-6,
         "--seed must be below 2^32": args.seed >= 2**32,
+        "--max_tokens_per_micro_batch is for one process: several would make different numbers of "
+        "micro-batches, and wait for each other": world > 1 and args.max_tokens_per_micro_batch,
         "--lora_dropout must be at least 0 and below 1": not 0 <= args.lora_dropout < 1,
         "--num_generations must be at least 2: a group of one has no advantage":
             args.num_generations < 2,
@@ -1201,7 +1203,7 @@ def train_on_rollout(run: Run, at: Progress, train_set, log: RunLog, bar) -> Pro
     args, device, step, groups = run.args, run.accelerator.device, at.step, at.groups
     one_update, timeouts = updates_per_rollout(args) == 1, run.grader.timeouts
     began, skipped = clock(device), at.skipped
-    batch, texts, problems = collect(run, at.rollout, *train_set)
+    batch, _, problems = collect(run, at.rollout, *train_set)
     metrics = {"seconds_rollout": clock(device) - began}
     metrics |= score(run, batch, one_update)
     metrics |= rollout_metrics(run.accelerator, batch, args.num_generations)
@@ -1310,8 +1312,8 @@ def run_to_the_end(run: Run, at: Progress, train_set, held_out, log: RunLog) -> 
     except Interrupted as reason:
         saved = checkpoints(args.output_dir)[-1]
         if run.accelerator.is_main_process:
-            again = shlex.join(a for a in sys.argv if not a.startswith("--resume_from_checkpoint"))
-            print(f"{reason}, saved {saved}; go on with\n{again} --resume_from_checkpoint latest")
+            again = shlex.join([*sys.argv, "--resume_from_checkpoint", "latest"])  # the last counts
+            print(f"{reason}, saved {saved}; go on with\n{again}")
         return int(not run.signals)
     if run.accelerator.is_main_process:
         config, folder = dataclasses.asdict(args), Path(args.output_dir)

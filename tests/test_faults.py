@@ -235,3 +235,14 @@ def test_a_token_budget_changes_the_micro_batches_and_nothing_else(make_run):
         gradients.append(torch.cat([p.grad.flatten() for p in trained]))
     assert (gradients[0] - gradients[1]).abs().max() <= 1e-6
     assert (gradients[0] - gradients[2]).abs().max() <= 1e-6
+
+
+def test_a_token_budget_is_for_one_process(monkeypatch, capsys):
+    """Processes meet after every micro-batch: with different numbers of them they would hang."""
+    argv = ["--max_tokens_per_micro_batch", "500"]
+    assert trainer.parse_args(argv).max_tokens_per_micro_batch == 500
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        trainer.parse_args(argv)
+    assert "is for one process" in capsys.readouterr().err
+    assert trainer.parse_args([]).max_tokens_per_micro_batch is None
