@@ -10,6 +10,7 @@ about three, so that a process for each would spend most of its time on imports.
 """
 
 import atexit
+import gc
 import json
 import os
 import signal
@@ -19,12 +20,14 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers' loader has threads
 
 import datasets  # noqa: E402, F401  (what runs import late, imported before they fork)
 import matplotlib.backends.backend_agg  # noqa: E402, F401
 import matplotlib.figure  # noqa: E402, F401
 import peft.tuners.lora.bnb  # noqa: E402, F401
 import torch  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 import common.metrics  # noqa: E402
 import grpo_arca  # noqa: E402
@@ -101,9 +104,20 @@ def settle(running: dict[int, tuple[dict, float]]) -> None:
         del running[pid]
 
 
+def load_once() -> None:
+    """What libraries compile and look up for the first policy, done before the forks."""
+    args = grpo_arca.parse_args([])
+    grpo_arca.transformers_logging.disable_progress_bar()  # it has a thread
+    AutoTokenizer.from_pretrained(args.model_name_or_path)
+    grpo_arca.load_policy(args, torch.device("cpu"))
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page it looks at
+
+
 def main() -> None:
     cases, jobs = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     torch.set_num_threads(1)
+    load_once()
     # A fork has none of its parent's threads, and would wait for them for ever. Arrow's allocator
     # knows: it starts its own anew.
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]

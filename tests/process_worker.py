@@ -1,10 +1,12 @@
 """One rank of test_processes.py: the same updates, split over processes and micro-batches in turn.
 
-    accelerate launch --multi_gpu --num_processes 2 tests/process_worker.py all|small FILE
+    accelerate launch --multi_gpu --num_processes 2 tests/process_worker.py all|small FILE [FIRST]
 
 A start takes ten seconds, so one start does every script, credit and loss type. The main process
 writes to FILE, for each split and case, what `Record` holds. The steps are the trainer's own:
-`collect`, `score`, `update_rows`, `update`.
+`collect`, `score`, `update_rows`, `update`. Every update begins at the parameters that it began at
+in the first split, which FIRST is the file of: what is compared is one update, not how far
+rounding of the ones before it has led.
 """
 
 import contextlib
@@ -73,6 +75,7 @@ class Record:
     rewards: torch.Tensor  # [rows]
     advantages: torch.Tensor  # [rows]
     metrics: dict[str, float]  # of the rollout
+    parameters: list[torch.Tensor] = field(default_factory=list)  # [parameters], before each update
     gradients: list[torch.Tensor] = field(default_factory=list)  # [parameters], before clipping
     updates: list[dict[str, float]] = field(default_factory=list)
     ranks_agree: list[bool] = field(default_factory=list)  # parameters, bit for bit
@@ -88,19 +91,13 @@ class HashGrader:
         return [float(o and a != CONSTANT) for o, a in zip(odd, answers, strict=True)]
 
 
-def sgd(parameters, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """For AdamW, whose first step is nearly the gradient's sign: it would make two parameters that
-    differ by rounding (1e-9) differ by the whole learning rate."""
-    return torch.optim.SGD(parameters, lr=lr)
-
-
 def make_args(case: Case, loss: str, batch_size: int, accumulation: int):
     argv = ["--credit", case.credit, "--loss_type", loss]
     argv += ["--num_generations", "4", "--num_iterations", "2", "--max_completion_length", "80"]
     argv += ["--per_device_train_batch_size", str(batch_size)]
     argv += ["--gradient_accumulation_steps", str(accumulation)]
     argv += ["--steps_per_generation", str(2 * accumulation)]  # two updates, twice
-    argv += ["--lr_scheduler_type", "constant", "--learning_rate", "2", "--max_steps", "4"]
+    argv += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--max_steps", "4"]
     argv += case.more
     return MODULES[case.script].parse_args(argv)
 
@@ -150,8 +147,8 @@ def rollout_facts(run, batch, metrics: dict[str, float]) -> tuple:
     return samples, *(in_order(accelerator, batch, n) for n in numbers), metrics
 
 
-def run_updates(run, module, batch, record: Record, rows: tuple[torch.Tensor, ...]) -> None:
-    """One update on each of `rows`, watched."""
+def run_updates(run, module, batch, record: Record, rows, first: dict | None) -> None:
+    """One update on each of `rows`, watched, from where those of `first` began."""
     accelerator, clip = run.accelerator, run.accelerator.clip_grad_norm_
     trained = [p for p in run.model.parameters() if p.requires_grad]
 
@@ -160,15 +157,19 @@ def run_updates(run, module, batch, record: Record, rows: tuple[torch.Tensor, ..
         return clip(parameters, limit)
 
     accelerator.clip_grad_norm_ = watch
-    for index in rows:
+    for i, index in enumerate(rows):
+        if first is not None:
+            torch.nn.utils.vector_to_parameters(first["parameters"][i].clone(), trained)
+        record.parameters.append(flat(trained))
         record.updates.append(module.update(run, batch, index, one_update=False))
         ranks = accelerator.gather(flat(trained)[None])  # [processes, parameters]
         record.ranks_agree.append(bool((ranks == ranks[:1]).all()))
     del accelerator.clip_grad_norm_  # the class's own again
 
 
-def run_case(run, case: Case, start: torch.Tensor, split: tuple[int, int]) -> dict[str, Record]:
-    """One rollout of the adapter `start`, and from there its updates with each loss type.
+def run_case(run, case: Case, start: torch.Tensor, split: tuple[int, int], first: dict):
+    """One rollout of the adapter `start`, and from there its updates with each loss type: a record
+    by name of each. `first` are those of the first split.
 
     In two iterations, on half of the rollout each time; with several loss types on the first half.
     """
@@ -182,18 +183,19 @@ def run_case(run, case: Case, start: torch.Tensor, split: tuple[int, int]) -> di
         torch.nn.utils.vector_to_parameters(start.clone(), trained)
         records[case.name(loss)] = record = Record(*facts)
         rows = module.update_rows(run.args, batch)[: 1 if len(case.losses) > 1 else 2]
-        again = rows * run.args.num_iterations
-        run_updates(run._replace(args=make_args(case, loss, *split)), module, batch, record, again)
+        again, other = rows * run.args.num_iterations, first.get(case.name(loss))
+        run = run._replace(args=make_args(case, loss, *split))
+        run_updates(run, module, batch, record, again, other)
     return records
 
 
 def main() -> None:
-    which, path = sys.argv[1:]
+    which, path, *first = sys.argv[1:]
     os.chdir(ROOT)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.optim.AdamW = sgd
     results: dict[str, dict[str, dict]] = {}
+    known = torch.load(first[0]) if first else results
     for script in MODULES:
         run = build(script, load_in_4bit=which != "all")  # 4 bits take half as long again
         start = flat(p for p in run.model.parameters() if p.requires_grad)
@@ -202,7 +204,7 @@ def main() -> None:
             name = "{} x {} x {}".format(processes, *split)
             for case in CASES[which]:
                 if case.script == script:
-                    records = run_case(run, case, start, split)
+                    records = run_case(run, case, start, split, next(iter(known.values()), {}))
                     results.setdefault(name, {}).update({k: vars(r) for k, r in records.items()})
     if run.accelerator.is_main_process:
         torch.save(results, path)
