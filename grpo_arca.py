@@ -25,6 +25,7 @@ import errno
 import hashlib
 import importlib.util
 import json
+import logging
 import math
 import os
 import shlex
@@ -37,6 +38,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+# On a CPU with AVX512-BF16 its import would ask for a kernel that `load_policy` switches off.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 import psutil
 import torch
@@ -543,7 +547,7 @@ class Batch:
 
 
 # === CREDIT ===
-from common.metrics import weight_stats  # noqa: E402
+from common.metrics import weight_stats
 
 
 def needs_base(args: Args) -> bool:

@@ -34,6 +34,7 @@ import errno
 import hashlib
 import importlib.util
 import json
+import logging
 import math
 import os
 import shlex
@@ -46,6 +47,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+# On a CPU with AVX512-BF16 its import would ask for a kernel that `load_policy` switches off.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 import psutil
 import torch
@@ -567,14 +571,14 @@ class Batch:
 
 
 # === CREDIT ===
-import bisect  # noqa: E402
-import re  # noqa: E402
+import bisect
+import re
 
-from torch.nn.utils.rnn import pad_sequence  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
 
-from common.metrics import weight_stats  # noqa: E402
-from common.reward import last_boxed  # noqa: E402
+from common.metrics import weight_stats
+from common.reward import last_boxed
 
 
 def needs_base(args: Args) -> bool:

@@ -41,6 +41,7 @@ import errno
 import hashlib
 import importlib.util
 import json
+import logging
 import math
 import os
 import shlex
@@ -53,6 +54,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+# On a CPU with AVX512-BF16 its import would ask for a kernel that `load_policy` switches off.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 import psutil
 import torch

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.data import chain_problems, encode_prompt, token_roles  # noqa: E402
-from common.metrics import credit_group, weight_stats, write_credit_page  # noqa: E402
+from common.data import chain_problems, encode_prompt, token_roles
+from common.metrics import credit_group, weight_stats, write_credit_page
 
 METHODS = [
     ("grpo_arca", "arca"),

@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Train
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common.data import Problem, problem_at  # noqa: E402
+from common.data import Problem, problem_at
 
 VOCABULARY, STOP, GIB = 151_936, 0, 2**30
 SHAPES = {  # hidden, intermediate, layers, heads, tied

@@ -10,11 +10,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = str(ROOT / "common/tiny_policy")
 sys.path.insert(0, str(ROOT))
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+import pytest
+import torch
+from transformers import AutoTokenizer
 
-import grpo_arca as trainer  # noqa: E402
+import grpo_arca as trainer
 
 
 def randomise_adapter(model, scale: float = 0.05) -> None:

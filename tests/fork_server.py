@@ -22,17 +22,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers' loader has threads
 
-import datasets  # noqa: E402, F401  (what runs import late, imported before they fork)
-import matplotlib.backends.backend_agg  # noqa: E402, F401
-import matplotlib.figure  # noqa: E402, F401
-import peft.tuners.lora.bnb  # noqa: E402, F401
-import torch  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+import datasets  # noqa: F401  (what runs import late, imported before they fork)
+import matplotlib.backends.backend_agg  # noqa: F401
+import matplotlib.figure  # noqa: F401
+import peft.tuners.lora.bnb  # noqa: F401
+import torch
+from transformers import AutoTokenizer
 
-import common.metrics  # noqa: E402
-import grpo_arca  # noqa: E402
-import grpo_oar  # noqa: E402
-import grpo_strace  # noqa: E402
+import common.metrics
+import grpo_arca
+import grpo_oar
+import grpo_strace
 
 LIMIT = 120  # seconds a case; on one busy core a good one takes about ten
 MODULES = {module.__name__: module for module in (grpo_arca, grpo_oar, grpo_strace)}

@@ -7,18 +7,18 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":  # --bench; under pytest the configuration does this
     sys.path.insert(0, str(ROOT))
 
-import ast  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import signal  # noqa: E402
-import subprocess  # noqa: E402
-import threading  # noqa: E402
-import time  # noqa: E402
+import ast
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
 
-import pytest  # noqa: E402
+import pytest
 
-from common import reward  # noqa: E402
-from common.reward import Grader, last_boxed, quick_verdict  # noqa: E402
+from common import reward
+from common.reward import Grader, last_boxed, quick_verdict
 
 DATA = ROOT.parent / "shared" / "data"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
