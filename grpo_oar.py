@@ -359,6 +359,7 @@ class Decoder:
         self.u = buffer(batch, self.length, dtype=torch.float)
         self.mask = buffer(batch, 1, 1, whole, dtype=model.dtype)
         self.cache = StaticCache(config=model.config, max_cache_len=whole)
+        self.capture = eos_ids.device.type == "cuda"
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.eager_steps: Counter = Counter()
 
@@ -424,7 +425,9 @@ class Decoder:
         causal = self.mask.new_full((width, self.mask.shape[3]), low).triu(1)
         inputs = {"attention_mask": torch.minimum(self.mask, causal), "position_ids": positions}
         inputs |= {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-        self.emit(len(prompts), self.model(input_ids=self.ids[:, :width], **inputs).logits[:, -1])
+        # `forward`, not the call: what may be compiled is the step, not this, which runs once.
+        out = self.model.forward(input_ids=self.ids[:, :width], **inputs)
+        self.emit(len(prompts), out.logits[:, -1])
 
     def shrink(self, n: int, size: int) -> None:
         """Moves the lines in progress, among the first n, to the first `size`."""
@@ -439,7 +442,7 @@ class Decoder:
     def run(self, prompts: list[list[int]], u: Tensor) -> Completions:
         self.start(prompts, u)
         n, unit = len(prompts), -(-len(prompts) // 8)
-        step = self.captured_step if u.device.type == "cuda" else self.step
+        step = self.captured_step if self.capture else self.step
         for i in range(1, self.length):
             if i % 8 == 0:  # a look every 8 tokens: each one waits for the device
                 left = n - int(self.done[:n].sum())

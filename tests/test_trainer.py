@@ -1,5 +1,6 @@
 """The trainer: sampling, log-probs, masks, normalisers, the loss. Docstrings name the pitfalls."""
 
+import contextlib
 import json
 import math
 import os
@@ -107,6 +108,51 @@ def test_a_decoder_can_be_used_again_with_shorter_prompts(make_run):
     again, fresh = decoder.run(prompts, u), run.sample(prompts, u, **FULL)
     assert again.texts(run.tokenizer) == fresh.texts(run.tokenizer)
     assert torch.equal(again.attention.sum(1), fresh.attention.sum(1))
+
+
+class FakeGraph:
+    """A CUDA graph without CUDA: what is recorded has no effect until it is replayed."""
+
+    recorded: list["FakeGraph"] = []
+
+    def record(self, decoder, pool):
+        assert pool in (None, "pool of the first") and (pool is None) == (not self.recorded)
+        self.recorded.append(self)
+        buffers = [v for v in vars(decoder).values() if isinstance(v, torch.Tensor)]
+        for layer in decoder.cache.layers:
+            buffers += [layer.keys, layer.values, layer.cumulative_length]
+        before, steps, inner = [b.clone() for b in buffers], [], decoder.step
+        decoder.step = lambda n: (steps.append(n), inner(n))
+        yield
+        del decoder.step
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+        self.replay = lambda: [inner(n) for n in steps]
+
+    def pool(self) -> str:
+        return "pool of the first"
+
+
+def test_captured_steps_are_recorded_once_and_replayed(make_run, monkeypatch):
+    """What a CPU can test of the captured decode loop: a graph for each number of lines, kept over
+    rollouts, and the same samples."""
+    run = make_run(max_completion_length=80, adapter=0.0)
+    model, prompts = run.dense, prompts_of(run, 16)
+    trainer.merge(run.model, model)
+    monkeypatch.setattr(FakeGraph, "recorded", [])
+    shape = (16, max(map(len, prompts)), 80)
+    decoder = trainer.Decoder(model, run.eos_ids, 0, shape, FULL)
+    graph = contextlib.contextmanager(lambda g, pool: g.record(decoder, pool))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    decoder.capture = True
+    for rollout in range(3):
+        u = trainer.row_uniforms(run.args, "rollout", rollout, torch.arange(16), 80)
+        ours, plain = decoder.run(prompts, u), run.sample(prompts, u, **FULL)
+        assert torch.equal(ours.ids, plain.ids) and torch.equal(ours.logp, plain.logp)
+        counts = sorted(decoder.graphs, reverse=True)
+        assert counts[0] == 16 and len(counts) > 1  # lines were dropped
+        assert len(FakeGraph.recorded) == len(counts)
 
 
 @pytest.mark.parametrize("queries", [1, 5])
@@ -691,3 +737,31 @@ def test_compiled_layers_compute_the_same_without_graph_breaks_or_recompiles(mak
     for plain, same in zip(*results, strict=True):
         largest = max(1.0, float(plain.abs().max()))
         assert (plain - same).abs().max() <= 1e-4 * largest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_keep_no_dequantised_weight(make_run, checkpointing):
+    """For backward they keep activations and packed weights, with checkpointing little but the
+    layer's input."""
+    run = make_run(torch_compile=True, gradient_checkpointing=checkpointing)
+    base, kept = run.model.get_base_model().base_model, []
+    layer = base.layers[0].train()
+    hidden = torch.randn(8, 33, base.config.hidden_size, requires_grad=True)
+    positions = base.rotary_emb(hidden, torch.arange(33)[None])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(hidden, attention_mask=None, position_embeddings=positions)
+    sizes = {m.weight.quant_state.shape.numel() for m in layer.modules() if packed(m)}
+    assert len(sizes) > 2 and any(t.dtype == torch.uint8 for t in kept)
+    own = {p.data_ptr() for p in layer.parameters()}
+    floats = [t for t in kept if t.is_floating_point() and t.data_ptr() not in own]
+    assert not [t.shape for t in floats if t.dim() == 2 and t.numel() in sizes]
+    activations = sum(t.nbytes for t in floats)
+    if checkpointing:
+        assert hidden.nbytes <= activations < 1.5 * hidden.nbytes
+    else:
+        assert activations > 8 * hidden.nbytes
+
+
+def packed(module: torch.nn.Module) -> bool:
+    return hasattr(getattr(module, "weight", None), "quant_state")
