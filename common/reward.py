@@ -23,6 +23,7 @@ The worker is limited in time and memory, but it is not a sandbox against a bug 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import json
@@ -340,6 +341,8 @@ def _serve() -> None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # a run's `ulimit -v` cannot be raised
         limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where memory runs out, the kernel shall take this process first
         # PR_SET_PDEATHSIG: a worker stuck in C code would never see the end of its input.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     out = os.dup(1)

@@ -1,5 +1,6 @@
 """What breaks in the middle of a run: numbers, memory, disk, tracker, reward workers."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -8,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import random_batch
+from conftest import ROOT, random_batch
 from test_resume import case, outcome, run, stderr
 
 import grpo_arca as trainer
@@ -172,6 +174,61 @@ def test_a_killed_reward_worker_is_said_once_and_replaced(run_main, tmp_path):
     assert killed and code == 0 and "Traceback" not in err
     assert err.count("worker") <= 1  # a worker that dies before it was ready is just replaced
     assert len(rows_of(tmp_path)) == 2
+
+
+@pytest.fixture
+def memory_group():
+    """A control group of the kernel's, without a limit yet: its folder."""
+    roots = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]  # version 1, version 2
+    folder = (
+        next((r for r in roots if (r / "cgroup.procs").exists()), roots[1]) / f"grpo-{os.getpid()}"
+    )
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("limiting memory needs root and a writable control group")
+    yield folder
+    for _ in range(100):  # it empties a moment after its processes have gone
+        with contextlib.suppress(OSError):
+            return folder.rmdir()
+        time.sleep(0.1)
+
+
+def run_in(group: Path, folder: Path, gold: str) -> subprocess.CompletedProcess:
+    """One update, on two problems of which one has this answer."""
+    folder.mkdir()
+    prompts = [f"Start with {i}, add 19, double it." for i in (5, 8)]
+    rows = zip(prompts, [gold, "\\frac{1}{2}"], strict=True)
+    lines = [json.dumps({"problem": prompt, "answer": answer}) for prompt, answer in rows]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    flags = TINY_RUN | {"max_steps": 1, "max_completion_length": 80}
+    flags |= {"dataset_name": "data.jsonl", "eval_dataset_name": "chain_arithmetic"}
+    argv = [f"--{name}={value}" for name, value in flags.items()]
+    return subprocess.run(
+        [sys.executable, ROOT / "grpo_arca.py", *argv, "--output_dir=out"],
+        cwd=folder, capture_output=True, text=True, timeout=600,
+        preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_where_memory_runs_out_the_kernel_kills_a_worker_and_the_run_goes_on(
+    memory_group, tmp_path
+):
+    """To judge an answer against 9!!!! takes all the memory there is, and more than five seconds."""
+    done = run_in(memory_group, tmp_path / "free", "\\frac{1}{3}")
+    assert done.returncode == 0, done.stderr
+    files = {"memory.max_usage_in_bytes": "memory.limit_in_bytes", "memory.peak": "memory.max"}
+    used, limit = next(
+        (memory_group / u, l) for u, l in files.items() if (memory_group / u).exists()
+    )
+    (memory_group / limit).write_text(str(int(used.read_text()) + (150 << 20)))
+    done = run_in(memory_group, tmp_path / "limited", "9!!!!")
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert done.stderr.count("killed by signal 9 (the kernel does that when memory runs out)") == 1
+    assert done.stderr.count("a grading worker") == 1
+    rows = (tmp_path / "limited/out/metrics.jsonl").read_text().splitlines()
+    assert [row["step"] for row in map(json.loads, rows) if "reward" in row] == [1]
 
 
 # --------------------------------------------------------------------------------------------------
