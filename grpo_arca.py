@@ -221,8 +221,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
         "--top_p must be at most 1": args.top_p > 1,
         "--temperature must be at least 1e-6": 0 < args.temperature < 1e-6,
         "--seed must be below 2^32": args.seed >= 2**32,
-        "--max_tokens_per_micro_batch is for one process: several would make different numbers of "
-        "micro-batches, and wait for each other": world > 1 and args.max_tokens_per_micro_batch,
         "--lora_dropout must be at least 0 and below 1": not 0 <= args.lora_dropout < 1,
         "--num_generations must be at least 2: a group of one has no advantage":
             args.num_generations < 2,
@@ -789,9 +787,11 @@ def update_rows(args: Args, batch: Batch) -> tuple[Tensor, ...]:
     return torch.arange(len(batch.rows), device=batch.rows.device).split(size)
 
 
-def micro_batches(args: Args, batch: Batch, index: Tensor, count: int = 0) -> tuple[Tensor, ...]:
+def micro_batches(run: Run, batch: Batch, index: Tensor, count: int = 0) -> tuple[Tensor, ...]:
     """Rows `index`, like lengths together, in `count` parts (default: of the batch size), or where
-    there is a token budget in as many as it takes."""
+    there is a token budget in as many as it takes on the process with the most: they go together.
+    """
+    args = run.args
     count = count or -(-len(index) // args.per_device_train_batch_size)
     real = batch.attention[index]
     index = index[real.sum(1).argsort(stable=True)]
@@ -806,7 +806,12 @@ def micro_batches(args: Args, batch: Batch, index: Tensor, count: int = 0) -> tu
         if (end - first) * width > args.max_tokens_per_micro_batch:
             first = end - 1
             cuts.append(first)
-    return index.tensor_split(cuts)
+    parts = list(index.tensor_split(cuts))
+    most = run.accelerator.gather(torch.tensor([len(parts)], device=index.device)).max()
+    while len(parts) < most:
+        i = max(range(len(parts)), key=lambda i: len(parts[i]))
+        parts[i : i + 1] = parts[i].tensor_split(2)
+    return tuple(parts)
 
 
 def training_forward(run: Run, micro: Batch) -> Tensor:
@@ -826,7 +831,7 @@ def score(run: Run, batch: Batch, one_update: bool) -> dict[str, float]:
     """
     args, device, base = run.args, run.accelerator.device, None
     seconds, extra = {"seconds_score": 0.0, "seconds_credit": 0.0}, {}
-    parts = [micro_batches(args, batch, rows) for rows in update_rows(args, batch)]
+    parts = [micro_batches(run, batch, rows) for rows in update_rows(args, batch)]
     for index in [index for part in parts for index in part]:
         run.check()
         micro, began = batch.select(index), clock(device)
@@ -862,13 +867,13 @@ def update(run: Run, batch: Batch, index: Tensor, one_update: bool) -> dict[str,
     counts = torch.stack([torch.ones_like(index).sum(), batch.loss_mask[index].sum()]).float()
     completions, tokens = accelerator.reduce(counts, "sum").tolist()
     totals = torch.zeros(3, device=index.device)
-    parts = micro_batches(args, batch, index)
+    parts = micro_batches(run, batch, index)
     if args.beta == 0 and (one_update or args.lora_dropout == 0):  # else dropout would differ
         # Rows of advantage 0 have no gradient; a few stay where a process has too few others.
         matters = batch.advantages[index] != 0
         useful = index[matters.argsort(descending=True, stable=True)]
         useful = useful[: max(len(parts), int(matters.sum()))]
-        parts = micro_batches(args, batch, useful, len(parts))
+        parts = micro_batches(run, batch, useful, len(parts))
     for i, part in enumerate(parts):
         run.check()
         micro = batch.select(part)
@@ -886,7 +891,7 @@ def update(run: Run, batch: Batch, index: Tensor, one_update: bool) -> dict[str,
     learning_rate, finite = run.scheduler.get_last_lr()[0], math.isfinite(loss + grad_norm)
     if finite:  # else one bad batch would end in NaN weights
         run.optimizer.step()
-    run.scheduler.step()
+        run.scheduler.step()
     run.optimizer.zero_grad()
     return {
         "loss": loss,
@@ -912,13 +917,14 @@ def evaluate(run: Run, problems: list[Problem], prompts: list[list[int]]) -> dic
         ("greedy", 1, {"temperature": 0}),
         ("sampled", args.num_generations_eval, sampling),
     ):
+        sampler = run._replace(decoders={})  # not kept: their caches may be larger than a rollout's
         jobs = [(i, s) for i in mine for s in range(samples)]
         for start in range(0, len(jobs), args.per_device_eval_batch_size):
             run.check()
             part = jobs[start : start + args.per_device_eval_batch_size]
             rows = torch.tensor([i * args.num_generations + s for i, s in part])
             u = row_uniforms(args, "eval", 0, rows, args.max_completion_length)
-            out = run.sample([prompts[i] for i, _ in part], u, **how)
+            out = sampler.sample([prompts[i] for i, _ in part], u, **how)
             right = run.grade(out.texts(run.tokenizer), [problems[i] for i, _ in part])
             verdicts += [(kind, i, r) for (i, _), r in zip(part, right, strict=True)]
     return eval_metrics(gather_object(verdicts))

@@ -57,6 +57,7 @@ MORE = (  # paths of the trainer, and of a method, that ask the other processes 
     Case("grpo_arca", "arca", ("dapo",), ("--beta", "0.1")),
     Case("grpo_arca", "arca", ("dapo",), CUT),
     Case("grpo_arca", "arca", ("grpo",), ("--scale_rewards", "batch")),
+    Case("grpo_arca", "arca", ("dapo",), ("--max_tokens_per_micro_batch", "250")),
     Case("grpo_oar", "oar_g", ("grpo",)),
     Case("grpo_strace", "s_trace", ("grpo",), ("--trace_mask_scope", "batch")),
 )

@@ -1,6 +1,6 @@
 """What only a GPU can show: captured and compiled steps compute what eager ones do, in bf16 too.
 
-    pytest tests/test_gpu.py -s     # prints the figures; `tests/bench.py --shape` measures speed
+pytest tests/test_gpu.py -s     # prints the figures; `tests/bench.py --shape` measures speed
 """
 
 import pytest
