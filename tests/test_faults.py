@@ -215,12 +215,14 @@ def run_in(group: Path, folder: Path, gold: str) -> subprocess.CompletedProcess:
 def test_where_memory_runs_out_the_kernel_kills_a_worker_and_the_run_goes_on(
     memory_group, tmp_path
 ):
-    """To judge an answer against 9!!!! takes all the memory there is, and more than five seconds."""
+    """To judge an answer against 9!!!! takes all the memory there is, and over five seconds."""
     done = run_in(memory_group, tmp_path / "free", "\\frac{1}{3}")
     assert done.returncode == 0, done.stderr
     files = {"memory.max_usage_in_bytes": "memory.limit_in_bytes", "memory.peak": "memory.max"}
     used, limit = next(
-        (memory_group / u, l) for u, l in files.items() if (memory_group / u).exists()
+        (memory_group / name, memory_group / its_limit)
+        for name, its_limit in files.items()
+        if (memory_group / name).exists()
     )
     limit.write_text(str(int(used.read_text()) + (150 << 20)))
     done = run_in(memory_group, tmp_path / "limited", "9!!!!")
