@@ -1,6 +1,7 @@
 """A run that was killed or interrupted and resumed ends as if nothing had happened, to the bit."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -145,13 +146,14 @@ def test_what_cannot_be_resumed_is_said_in_a_sentence(runs, tmp_path):
 
 @pytest.mark.slow
 def test_fifty_kills_at_random_moments(tmp_path):
-    """Some fall inside a save. Each killed run is resumed, as often as it takes."""
+    """Some fall inside a save. KILL_COUNT of them, where it is set."""
+    count = int(os.environ.get("KILL_COUNT", "50"))
     flags = {"save_steps": 1, "num_iterations": 1, "max_steps": 4, "steps_per_generation": 1}
     assert run(tmp_path, [case(tmp_path / "whole", **flags)]) == ["0"]
     expected = outcome(tmp_path / "whole")
     out = tmp_path / "whole/out"
     first, last = ((out / name).stat().st_mtime for name in ("config.json", "summary.json"))
-    moments, folders = random.Random(0), [tmp_path / str(i) for i in range(50)]
+    moments, folders = random.Random(0), [tmp_path / str(i) for i in range(count)]
     stops = [{"signal": signal.SIGKILL, "after": moments.uniform(0, 1.5) * (last - first)}
              for _ in folders]  # fmt: skip
     for stop in stops:
@@ -159,7 +161,7 @@ def test_fifty_kills_at_random_moments(tmp_path):
     cases = [case(f, stop=stop, **flags) for f, stop in zip(folders, stops, strict=True)]
     codes = run(tmp_path, cases)
     killed = [f for f, code in zip(folders, codes, strict=True) if code == str(-signal.SIGKILL)]
-    assert len(killed) >= 25 and set(codes) <= {"0", str(-signal.SIGKILL)}, codes
+    assert len(killed) >= count // 2 and set(codes) <= {"0", str(-signal.SIGKILL)}, codes
     steps = [len(list(f.glob("out/checkpoint-*"))) for f in killed]
     assert len(set(steps)) >= 3, steps  # at various points of the run
     again = [case(f, resume_from_checkpoint="latest", **flags) for f in killed]
