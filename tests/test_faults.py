@@ -69,7 +69,7 @@ def test_an_update_that_is_not_finite_is_skipped(make_run, monkeypatch, where):
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "policy_loss", broken)
         row = trainer.update(run, batch, index, True)
-    assert row["skipped_update"] == 1
+    assert row["skipped_update"] == 1 and run.scheduler.last_epoch == 1
     assert all(p.grad is None for p in run.model.parameters())
     after, _ = trainer.training_state(run)
     assert all(torch.equal(after[name], tensor) for name, tensor in tensors.items())

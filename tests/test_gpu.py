@@ -60,9 +60,12 @@ def test_recomputed_log_probs_are_near_the_sampled_ones(make_run, weights, most,
         rollout_weights=weights, torch_compile=compiled, max_completion_length=80,
         per_device_train_batch_size=64,
     )  # fmt: skip
-    tokenizer, train_set, _ = trainer.load_data(run.args)
+    _, train_set, held_out = trainer.load_data(run.args)
     batch, _, _ = trainer.collect(run, 0, *train_set)
     trainer.score(run, batch, one_update=True)
+    kept = list(run.decoders)
+    trainer.evaluate(run, *held_out)
+    assert list(run.decoders) == kept  # an evaluation's caches do not stay
     gap = rollout_metrics(run.accelerator, batch, run.args.num_generations)["sampling_gap_mean"]
     print(f"{weights}, compiled {compiled}: mean |sampled - recomputed| {gap:.4f}")
     assert gap <= most
