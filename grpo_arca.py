@@ -58,6 +58,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    DynamicCache,
     HfArgumentParser,
     StaticCache,
     get_scheduler,
@@ -259,25 +260,34 @@ def sample_tokens(
         token [B] and its log-prob [B] at this temperature, before top_k and top_p, as trained.
         Temperature 0 is greedy.
     """
-    logits = logits.float()
+    logits, size = logits.float(), logits.shape[1]
     if temperature == 0:
         return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
-    logp = (logits / temperature).log_softmax(-1)  # [B, V]
-    probs = logp.exp()
+    probs = (logits / temperature).softmax(-1)  # [B, V]
+    u, kept, first = u[:, None], probs, 0
     if top_k > 0 or top_p < 1:
-        ordered, index = probs.sort(-1, descending=True)
-        if top_k > 0:
-            ordered[:, top_k:] = 0
+        ordered, index = probs.topk(min(top_k or size, size))
         ordered = ordered / ordered.sum(-1, keepdim=True)
         mass_before = ordered.cumsum(-1) - ordered
-        probs = torch.zeros_like(probs).scatter(1, index, ordered * (mass_before < top_p))
-    cdf = probs.cumsum(-1)
-    total = cdf[:, -1:]  # 1 but for rounding
-    # Strictly below the total, or rounding would let u near 1 pick an impossible last token.
-    threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    token = torch.searchsorted(cdf, threshold, right=True).squeeze(1)
-    token = token.clamp(max=logits.shape[1] - 1)  # where the logits are NaN
-    return token, logp.gather(1, token[:, None]).squeeze(1)
+        kept = torch.zeros_like(probs).scatter(1, index, ordered * (mass_before < top_p))
+    if size > 4096:  # first which 128 tokens: a scan over a whole vocabulary is slow on a GPU
+        kept = (F.pad(kept, (0, -size % 128)) if size % 128 else kept).unflatten(1, (-1, 128))
+        block, u = draw(kept.sum(-1), u)
+        kept, first = torch.take_along_dim(kept, block[:, :, None], 1).squeeze(1), 128 * block
+    token = (first + draw(kept, u)[0]).clamp(max=size - 1)  # the clamp is for NaN
+    return token.squeeze(1), probs.gather(1, token).log().squeeze(1)
+
+
+def draw(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The place [B, 1] where the cumulated mass [B, N] passes the share u [B, 1] of it all, and
+    which share of the mass at that place lies below."""
+    cdf = mass.cumsum(-1)
+    total = cdf[:, -1:]
+    # Strictly below the total, or rounding would let u near 1 pick an impossible last place.
+    threshold = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    place = torch.searchsorted(cdf, threshold, right=True).clamp(max=mass.shape[1] - 1)
+    here = mass.gather(1, place)
+    return place, ((threshold - cdf.gather(1, place) + here) / here).clamp(0, 1)
 
 
 class Completions(NamedTuple):
@@ -312,14 +322,18 @@ class Decoder:
     """Samples up to `length` tokens for each of `batch` prompts of up to `width`.
 
     Every token runs the same `step` on the same buffers, without a word from the host; on a GPU it
-    is captured as a CUDA graph, once for each number of lines. Masks come from lengths, never from
-    token ids: a pad token may be a stop token.
+    is captured as a CUDA graph, once for each number of lines and of columns in use. Masks come
+    from lengths, never from token ids: a pad token may be a stop token.
     """
 
     def __init__(self, model, eos_ids: Tensor, pad_id: int, shape: tuple[int, int, int], sampling):
         self.model, self.eos_ids, self.pad_id, self.sampling = model, eos_ids, pad_id, sampling
         batch, self.width, self.length = shape
-        whole = self.width + self.length
+        self.capture = eos_ids.device.type == "cuda"
+        unit = 64 if self.capture else 8  # what the attention kernels like
+        self.columns = -(-(self.width + self.length) // unit) * unit
+        self.block = -(-self.columns // (8 * unit)) * unit  # attention is over whole blocks
+        whole = self.columns + 8  # a view of all would be contiguous, so compiled once more
 
         def buffer(*shape: int, dtype=torch.long) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=eos_ids.device)
@@ -333,18 +347,17 @@ class Decoder:
         self.u = buffer(batch, self.length, dtype=torch.float)
         self.mask = buffer(batch, 1, 1, whole, dtype=model.dtype)
         self.cache = StaticCache(config=model.config, max_cache_len=whole)
-        self.capture = eos_ids.device.type == "cuda"
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.eager_steps: Counter = Counter()
 
-    def lines(self, n: int) -> StaticCache:
-        """The first n lines of the cache, not a copy."""
-        if n == len(self.ids):
-            return self.cache
+    def part(self, n: int, end: int) -> StaticCache:
+        """The first n lines and `end` columns of the cache, not a copy."""
         part = copy.copy(self.cache)
         part.layers = [copy.copy(layer) for layer in self.cache.layers]
         for layer in part.layers:
-            layer.keys, layer.values = layer.keys[:n], layer.values[:n]
+            layer.keys, layer.values = layer.keys[:n, :, :end], layer.values[:n, :, :end]
+            for view in (layer.keys, layer.values):
+                torch._dynamo.maybe_mark_dynamic(view, 2)  # not compiled for each `end`
         return part
 
     def emit(self, n: int, logits: Tensor) -> None:
@@ -363,25 +376,27 @@ class Decoder:
         self.mask[:n].index_fill_(3, t + self.width, 0)
         t.add_(1)
 
-    def step(self, n: int) -> None:
-        inputs = {"attention_mask": self.mask[:n], "position_ids": self.position[:n]}
-        inputs |= {"past_key_values": self.lines(n), "use_cache": True}
+    def step(self, n: int, end: int) -> None:
+        mask = self.mask[:n, ..., :end]
+        torch._dynamo.maybe_mark_dynamic(mask, 3)
+        inputs = {"attention_mask": mask, "position_ids": self.position[:n]}
+        inputs |= {"past_key_values": self.part(n, end), "use_cache": True}
         self.emit(n, self.model(input_ids=self.token[:n], **inputs).logits[:, -1])
 
-    def captured_step(self, n: int) -> None:
+    def captured_step(self, *key: int) -> None:
         """`step` as a graph, after three eager ones that warm up what must not be captured."""
-        if n not in self.graphs and self.eager_steps[n] < 3:
-            self.eager_steps[n] += 1
-            return self.step(n)
-        if n not in self.graphs:
-            self.graphs[n] = torch.cuda.CUDAGraph()
+        if key not in self.graphs and self.eager_steps[key] < 3:
+            self.eager_steps[key] += 1
+            return self.step(*key)
+        if key not in self.graphs:
+            self.graphs[key] = torch.cuda.CUDAGraph()
             pool = next(iter(self.graphs.values())).pool() if len(self.graphs) > 1 else None
-            with torch.cuda.graph(self.graphs[n], pool=pool):  # records, runs nothing
-                self.step(n)
-        self.graphs[n].replay()
+            with torch.cuda.graph(self.graphs[key], pool=pool):  # records, runs nothing
+                self.step(*key)
+        self.graphs[key].replay()
 
     def start(self, prompts: list[list[int]], u: Tensor) -> None:
-        """Fills the buffers, reads the prompts and samples the first tokens."""
+        """Fills the buffers, reads each different prompt once and samples the first tokens."""
         device, width = u.device, self.width
         rows = [[self.pad_id] * (width - len(prompt)) + prompt for prompt in prompts]
         lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
@@ -395,19 +410,26 @@ class Decoder:
         self.place.copy_(torch.arange(len(prompts), device=device))
         self.position.copy_(positions[:, -1:])
         self.mask.fill_(low)[:, 0, 0, :width].masked_fill_(real, 0)
-        self.cache.reset()
-        causal = self.mask.new_full((width, self.mask.shape[3]), low).triu(1)
-        inputs = {"attention_mask": torch.minimum(self.mask, causal), "position_ids": positions}
-        inputs |= {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        line_of = {tuple(prompt): line for line, prompt in enumerate(prompts)}
+        lines = torch.tensor(list(line_of.values()), device=device)  # one of each prompt
+        order = {prompt: i for i, prompt in enumerate(line_of)}
+        copies = torch.tensor([order[tuple(prompt)] for prompt in prompts], device=device)
+        causal = self.mask.new_full((width, width), low).triu(1)
+        mask, read = torch.minimum(self.mask[lines, ..., :width], causal), DynamicCache()
+        inputs = {"attention_mask": mask, "position_ids": positions[lines]}
+        inputs |= {"past_key_values": read, "use_cache": True, "logits_to_keep": 1}
         # `forward`, not the call: what may be compiled is the step, not this, which runs once.
-        out = self.model.forward(input_ids=self.ids[:, :width], **inputs)
-        self.emit(len(prompts), out.logits[:, -1])
+        out = self.model.forward(input_ids=self.ids[lines, :width], **inputs)
+        self.cache.reset()
+        for i, layer in enumerate(read.layers):
+            self.cache.update(layer.keys[copies], layer.values[copies], i)
+        self.emit(len(prompts), out.logits[copies, -1])
 
-    def shrink(self, n: int, size: int) -> None:
+    def shrink(self, n: int, size: int, end: int) -> None:
         """Moves the lines in progress, among the first n, to the first `size`."""
         keep = self.done[:n].long().argsort(stable=True)[:size]
         buffers = [self.place, self.done, self.token, self.position, self.u, self.mask]
-        for layer in self.cache.layers:
+        for layer in self.part(n, end).layers:
             buffers += [layer.keys, layer.values]
         for buffer in buffers:
             buffer[:size] = buffer[keep]
@@ -424,9 +446,10 @@ class Decoder:
                 if left == 0:
                     break
                 if size <= 0.75 * n:  # else moving them costs more than it saves
-                    self.shrink(n, size)
+                    self.shrink(n, size, end)
                     n = size
-            step(n)
+            end = min(-(-(self.width + i) // self.block) * self.block, self.columns)
+            step(n, end)
         longest = int(self.lengths.max())
         place = torch.arange(self.width + longest, device=u.device)
         padding = self.width - torch.tensor([[len(prompt)] for prompt in prompts], device=u.device)
@@ -494,10 +517,11 @@ class Policy(torch.nn.Module):
     def head_stats(self, head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies [N] of one chunk of hidden states [N, H]."""
         logits = head(hidden).float() / self.temperature  # [N, V]
-        logp = -F.cross_entropy(logits, targets, reduction="none")
         if torch.is_grad_enabled():
-            return logp, None
-        return logp, logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+            return -F.cross_entropy(logits, targets, reduction="none"), None
+        every = logits.log_softmax(-1)
+        logp = every.gather(1, targets[:, None]).squeeze(1)
+        return logp, -every.exp().mul_(every).sum(-1)
 
 
 # --------------------------------------------------------------------------------------------------

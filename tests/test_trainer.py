@@ -43,6 +43,26 @@ def test_sample_tokens_never_picks_the_impossible():
         assert (token > 0).all() and (token < 4800).all() and logp.isfinite().all()
 
 
+@pytest.mark.parametrize("size", [448, 128_256, 151_937])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (50, 1.0), (0, 0.9)])
+def test_tokens_of_large_vocabularies_lie_where_the_exact_distribution_says(size, top_k, top_p):
+    """Against the inverse CDF in float64 over all tokens in the order of their ids."""
+    generator = torch.Generator().manual_seed(size)
+    logits, u = 3 * torch.randn(16, size, generator=generator), torch.rand(16, generator=generator)
+    token, logp = trainer.sample_tokens(logits, u, 0.7, top_k, top_p)
+    exact = (logits.double() / 0.7).log_softmax(-1)
+    ordered, index = exact.exp().sort(-1, descending=True)
+    keep = torch.arange(size) < (top_k or size)
+    ordered = ordered * keep / (ordered * keep).sum(-1, keepdim=True)
+    ordered = ordered * (ordered.cumsum(-1) - ordered < top_p)
+    mass = torch.zeros_like(exact).scatter(1, index, ordered)
+    cdf = (mass / mass.sum(-1, keepdim=True)).cumsum(-1).gather(1, token[:, None]).squeeze(1)
+    below = cdf - (mass / mass.sum(-1, keepdim=True)).gather(1, token[:, None]).squeeze(1)
+    assert (below <= u + 1e-5).all() and (u <= cdf + 1e-5).all()
+    assert (mass.gather(1, token[:, None]) > 0).all()
+    assert torch.allclose(logp.double(), exact.gather(1, token[:, None]).squeeze(1), atol=1e-4)
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.8), (7, 0.6), (1, 1.0), (0, 1e-6)])
 def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p):
     logits = 2 * torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
@@ -81,9 +101,12 @@ def test_finished_lines_are_dropped_and_nothing_else_changes(make_run, monkeypat
     prompts = prompts_of(run, 16)
     u = trainer.row_uniforms(run.args, "rollout", 0, torch.arange(16), 80)
     sizes, inner = [], trainer.Decoder.shrink
-    monkeypatch.setattr(
-        trainer.Decoder, "shrink", lambda self, n, to: (sizes.append((n, to)), inner(self, n, to))
-    )
+
+    def shrink(decoder, n, to, end):
+        sizes.append((n, to))
+        inner(decoder, n, to, end)
+
+    monkeypatch.setattr(trainer.Decoder, "shrink", shrink)
     whole = run.sample(prompts, u, **FULL)
     texts = whole.texts(run.tokenizer)
     assert len(sizes) >= 2 and all(to <= 0.75 * n for n, to in sizes)
@@ -110,6 +133,28 @@ def test_a_decoder_can_be_used_again_with_shorter_prompts(make_run):
     assert torch.equal(again.attention.sum(1), fresh.attention.sum(1))
 
 
+def test_prompts_are_read_once_and_unused_columns_never(make_run, monkeypatch):
+    """What a rollout computes: a prefill of each different prompt, for all its samples, and steps
+    that attend to the columns in use, in whole blocks."""
+    run = make_run(max_completion_length=80, rollout_weights="adapter")
+    prompts, u, read = prompts_of(run, 24), torch.rand(24, 80), []
+    inner = run.model.get_base_model().forward
+
+    def forward(input_ids, attention_mask, **inputs):
+        read.append((*input_ids.shape, attention_mask.shape[-1]))
+        return inner(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+
+    monkeypatch.setattr(run.model.get_base_model(), "forward", forward)
+    out = run.sample(prompts, u, **FULL)
+    (rows, width, columns), *steps = read
+    assert rows == len({tuple(prompt) for prompt in prompts}) == 6
+    assert width == columns == out.prompt_width and len(steps) > 40
+    for t, (_, tokens, columns) in enumerate(steps, start=1):
+        assert tokens == 1 and width + t <= columns < width + t + 16
+    alone = run.sample(prompts[13:14], u[13:14], **FULL)
+    assert alone.texts(run.tokenizer) == out.texts(run.tokenizer)[13:14]
+
+
 class FakeGraph:
     """A CUDA graph without CUDA: what is recorded has no effect until it is replayed."""
 
@@ -122,20 +167,20 @@ class FakeGraph:
         for layer in decoder.cache.layers:
             buffers += [layer.keys, layer.values, layer.cumulative_length]
         before, steps, inner = [b.clone() for b in buffers], [], decoder.step
-        decoder.step = lambda n: (steps.append(n), inner(n))
+        decoder.step = lambda *key: (steps.append(key), inner(*key))
         yield
         del decoder.step
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
-        self.replay = lambda: [inner(n) for n in steps]
+        self.replay = lambda: [inner(*key) for key in steps]
 
     def pool(self) -> str:
         return "pool of the first"
 
 
 def test_captured_steps_are_recorded_once_and_replayed(make_run, monkeypatch):
-    """What a CPU can test of the captured decode loop: a graph for each number of lines, kept over
-    rollouts, and the same samples."""
+    """What a CPU can test of the captured decode loop: a graph for each number of lines and of
+    columns in use, kept over rollouts, and the same samples."""
     run = make_run(max_completion_length=80, adapter=0.0)
     model, prompts = run.dense, prompts_of(run, 16)
     trainer.merge(run.model, model)
@@ -150,9 +195,9 @@ def test_captured_steps_are_recorded_once_and_replayed(make_run, monkeypatch):
         u = trainer.row_uniforms(run.args, "rollout", rollout, torch.arange(16), 80)
         ours, plain = decoder.run(prompts, u), run.sample(prompts, u, **FULL)
         assert torch.equal(ours.ids, plain.ids) and torch.equal(ours.logp, plain.logp)
-        counts = sorted(decoder.graphs, reverse=True)
-        assert counts[0] == 16 and len(counts) > 1  # lines were dropped
-        assert len(FakeGraph.recorded) == len(counts)
+        lines, columns = map(set, zip(*decoder.graphs, strict=True))
+        assert max(lines) == 16 and len(lines) > 1 and len(columns) > 3  # lines were dropped
+        assert len(FakeGraph.recorded) == len(decoder.graphs)
 
 
 @pytest.mark.parametrize("queries", [1, 5])
@@ -230,7 +275,9 @@ class Scripted(torch.nn.Module):
         super().__init__()
         self.script, self.calls, self.config, self.dtype = script, 0, real.config, torch.float32
 
-    def forward(self, input_ids, **_):
+    def forward(self, input_ids, past_key_values, **_):
+        for layer in range(self.config.num_hidden_layers):
+            past_key_values.update(*torch.zeros(2, len(input_ids), 1, input_ids.shape[1], 1), layer)
         logits = torch.full((len(self.script), 1, 448), -1e4)
         logits.scatter_(2, self.script[:, self.calls, None, None], 0.0)
         self.calls += 1
@@ -242,7 +289,8 @@ def test_masks_come_from_lengths_and_every_eos_ends(make_run):
     run = make_run()
     script = torch.tensor([[5, 2, 9, 9], [7, 7, 0, 9], [2, 9, 9, 9], [5, 6, 7, 8]])
     model = Scripted(script, run.model.get_base_model())
-    out = trainer.generate(model, [[4, 4]] * 4, torch.rand(4, 4), torch.tensor([0, 2]), 2, **FULL)
+    prompts, eos_ids = [[4, 4], [4, 5], [4, 6], [4, 7]], torch.tensor([0, 2])
+    out = trainer.generate(model, prompts, torch.rand(4, 4), eos_ids, 2, **FULL)
     assert out.attention[:, 2:].int().tolist() == [
         [1, 1, 0, 0],
         [1, 1, 1, 0],
