@@ -373,6 +373,7 @@ class Decoder:
         self.u = buffer(batch, self.length, dtype=torch.float)
         self.mask = buffer(batch, 1, 1, whole, dtype=model.dtype)
         self.cache = StaticCache(config=model.config, max_cache_len=whole)
+        self.address = 0  # of its memory
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.eager_steps: Counter = Counter()
 
@@ -446,10 +447,29 @@ class Decoder:
         inputs |= {"past_key_values": read, "use_cache": True, "logits_to_keep": 1}
         # `forward`, not the call: what may be compiled is the step, not this, which runs once.
         out = self.model.forward(input_ids=self.ids[lines, :width], **inputs)
-        self.cache.reset()
-        for i, layer in enumerate(read.layers):
-            self.cache.update(layer.keys[copies], layer.values[copies], i)
+        self.claim(read, copies)
         self.emit(len(prompts), out.logits[copies, -1])
+
+    def claim(self, read: DynamicCache, copies: Tensor) -> None:
+        """Takes memory for keys and values, with those of the prompts in it. It is given back after
+        a rollout, for the training step; graphs stay good as long as it is found in one place."""
+        found = [x for layer in read.layers for x in (layer.keys, layer.values)]
+        shapes = [(len(copies), x.shape[1], self.mask.shape[3], x.shape[3]) for x in found]
+        sizes = [math.prod(shape) for shape in shapes]
+        memory = torch.zeros(sum(sizes), dtype=found[0].dtype, device=copies.device)
+        if memory.data_ptr() != self.address:
+            self.address = memory.data_ptr()
+            self.graphs.clear()
+        parts = iter(x.view(shape) for x, shape in zip(memory.split(sizes), shapes, strict=True))
+        for i, layer in enumerate(self.cache.layers):
+            layer.keys, layer.values = next(parts), next(parts)
+            layer.device, layer.is_initialized = copies.device, True
+            layer.cumulative_length = layer.cumulative_length.to(copies.device).zero_()
+            self.cache.update(found[2 * i][copies], found[2 * i + 1][copies], i)
+
+    def release(self) -> None:
+        for layer in self.cache.layers:
+            layer.keys = layer.values = None
 
     def shrink(self, n: int, size: int, end: int) -> None:
         """Moves the lines in progress, among the first n, to the first `size`."""
@@ -466,6 +486,7 @@ class Decoder:
         n, unit = len(prompts), -(-len(prompts) // 8)
         step = self.captured_step if self.capture else self.step
         for i in range(1, self.length):
+            end = min(-(-(self.width + i) // self.block) * self.block, self.columns)
             if i % 8 == 0:  # a look every 8 tokens: each one waits for the device
                 left = n - int(self.done[:n].sum())
                 size = -(-left // unit) * unit
@@ -474,8 +495,8 @@ class Decoder:
                 if size <= 0.75 * n:  # else moving them costs more than it saves
                     self.shrink(n, size, end)
                     n = size
-            end = min(-(-(self.width + i) // self.block) * self.block, self.columns)
             step(n, end)
+        self.release()
         longest = int(self.lengths.max())
         place = torch.arange(self.width + longest, device=u.device)
         padding = self.width - torch.tensor([[len(prompt)] for prompt in prompts], device=u.device)
