@@ -291,17 +291,30 @@ def sample_tokens(
         return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
     probs = (logits / temperature).softmax(-1)  # [B, V]
     u, kept, first = u[:, None], probs, 0
-    if top_k > 0 or top_p < 1:
-        ordered, index = probs.topk(min(top_k or size, size))
-        ordered = ordered / ordered.sum(-1, keepdim=True)
-        mass_before = ordered.cumsum(-1) - ordered
-        kept = torch.zeros_like(probs).scatter(1, index, ordered * (mass_before < top_p))
+    if top_k > 0:
+        kept, index = probs.topk(min(top_k, size))
+    if top_p < 1:
+        kept = nucleus(kept, top_p)
+    if top_k > 0:
+        kept = torch.zeros_like(probs).scatter(1, index, kept)
     if size > 4096:  # first which 128 tokens: a scan over a whole vocabulary is slow on a GPU
         kept = (F.pad(kept, (0, -size % 128)) if size % 128 else kept).unflatten(1, (-1, 128))
         block, u = draw(kept.sum(-1), u)
         kept, first = torch.take_along_dim(kept, block[:, :, None], 1).squeeze(1), 128 * block
     token = (first + draw(kept, u)[0]).clamp(max=size - 1)  # the clamp is for NaN
     return token.squeeze(1), probs.gather(1, token).log().squeeze(1)
+
+
+def nucleus(mass: Tensor, top_p: float) -> Tensor:
+    """`mass` [B, N], but 0 where there is top_p of it on larger entries. The smallest entry to keep
+    is found bit by bit, since a sort of a whole vocabulary moves several times the bytes."""
+    bits = mass.view(torch.int32)  # floats >= 0 have the order of their bits
+    least, enough = torch.zeros_like(bits[:, :1]), top_p * mass.sum(-1, keepdim=True)
+    for bit in reversed(range(30)):  # 1.0 is just below 2^30
+        larger = least | 1 << bit
+        reached = torch.where(bits >= larger, mass, 0.0).sum(-1, keepdim=True) >= enough
+        least = torch.where(reached, larger, least)
+    return torch.where(bits >= least, mass, 0.0)
 
 
 def draw(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -437,10 +450,9 @@ class Decoder:
         self.place.copy_(torch.arange(len(prompts), device=device))
         self.position.copy_(positions[:, -1:])
         self.mask.fill_(low)[:, 0, 0, :width].masked_fill_(real, 0)
-        line_of = {tuple(prompt): line for line, prompt in enumerate(prompts)}
-        lines = torch.tensor(list(line_of.values()), device=device)  # one of each prompt
-        order = {prompt: i for i, prompt in enumerate(line_of)}
-        copies = torch.tensor([order[tuple(prompt)] for prompt in prompts], device=device)
+        unique = list(dict.fromkeys(map(tuple, prompts)))
+        lines = torch.tensor([prompts.index(list(prompt)) for prompt in unique], device=device)
+        copies = torch.tensor([unique.index(tuple(prompt)) for prompt in prompts], device=device)
         causal = self.mask.new_full((width, width), low).triu(1)
         mask, read = torch.minimum(self.mask[lines, ..., :width], causal), DynamicCache()
         inputs = {"attention_mask": mask, "position_ids": positions[lines]}
@@ -1140,7 +1152,7 @@ def load_dense(args: Args, model: torch.nn.Module) -> torch.nn.Module | None:
     if args.rollout_weights == "auto":
         free = psutil.virtual_memory().available
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free
-        size = model.get_base_model().num_parameters() * dtype.itemsize
+        size = model.get_base_model().num_parameters(exclude_embeddings=True) * dtype.itemsize
         args.rollout_weights = "merged" if 3 * size < free else "adapter"  # room for the KV cache
         if int(os.environ.get("RANK", 0)) == 0:
             sizes = f"{size / 2**30:.2f} GiB, {free / 2**30:.1f} GiB free"
@@ -1154,6 +1166,11 @@ def load_dense(args: Args, model: torch.nn.Module) -> torch.nn.Module | None:
     if any(hasattr(layer, "get_delta_weight") for layer in ends):
         head = dense.get_output_embeddings()  # tied, it would take the other's delta too
         head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
+    for name, layer in dense.named_modules():
+        theirs = model.get_base_model().get_submodule(name)
+        weight = theirs._parameters.get("weight")  # None where there is an adapter around it
+        if weight is not None and weight.shape == layer.weight.shape:
+            layer.weight = weight  # neither packed nor trained, so there need not be two
     if args.torch_compile:
         dense.compile()
     return dense

@@ -67,18 +67,13 @@ COLUMNS = (
 # --------------------------------------------------------------------------------------------------
 # Random-weight shapes: checkpoint, rewards, lengths, answers
 # --------------------------------------------------------------------------------------------------
-def make_checkpoint(options: argparse.Namespace) -> Path:
-    """Folder of the shape's bf16 checkpoint with the tiny policy's tokenizer; made once."""
-    hidden, intermediate, layers, heads, tied = SHAPES[options.shape]
-    layers = options.layers or layers
-    folder = Path(options.cache) / f"qwen3-{options.shape}-{layers}-layers"
-    if folder.exists():
-        return folder
-    config = Qwen3Config(
+def shape_config(shape: str, layers: int | None = None) -> Qwen3Config:
+    hidden, intermediate, published, heads, tied = SHAPES[shape]
+    return Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=intermediate,
-        num_hidden_layers=layers,
+        num_hidden_layers=layers or published,
         num_attention_heads=heads,
         num_key_value_heads=8,
         head_dim=128,
@@ -88,6 +83,14 @@ def make_checkpoint(options: argparse.Namespace) -> Path:
         eos_token_id=STOP,
         pad_token_id=STOP,
     )
+
+
+def make_checkpoint(options: argparse.Namespace) -> Path:
+    """Folder of the shape's bf16 checkpoint with the tiny policy's tokenizer; made once."""
+    config = shape_config(options.shape, options.layers)
+    folder = Path(options.cache) / f"qwen3-{options.shape}-{config.num_hidden_layers}-layers"
+    if folder.exists():
+        return folder
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "common/tiny_policy")
     tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(STOP)
     torch.manual_seed(0)

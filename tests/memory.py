@@ -1,0 +1,234 @@
+"""How much GPU memory a step takes, counted from shapes on any machine: no GPU, no weights.
+
+    python tests/memory.py                                     # which model fits which card
+    python tests/memory.py --shape 8B --completions 8 --prompt_tokens 512 \\
+        --completion_tokens 1024 --micro_batch 8 -- --lora_r 64    # flags after `--`: the script's
+
+The script's own functions run on fake tensors, which have shapes but no data, and the bytes of all
+tensors alive are added up at every operation: NF4 base, adapter, AdamW, KV cache, activations,
+gradients. The peak is what `torch.cuda.max_memory_allocated` would report; `test_memory.py` holds
+it against one that was measured on an H200. A card needs more: what CUDA and its libraries take
+(OVERHEAD) and what the allocator loses to fragmentation (SLACK) are assumed, not counted. Steps are
+eager ones with gradient checkpointing; `--torch_compile` is not counted.
+"""
+
+import argparse
+import contextlib
+import math
+import sys
+import time
+import warnings
+import weakref
+from types import SimpleNamespace
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from bench import SHAPES, shape_config  # which finds the scripts
+import grpo_arca as trainer
+import bitsandbytes as bnb
+
+GIB, OVERHEAD, SLACK = 2**30, 0.6, 1.05
+CARDS = {8: 7.6, 12: 11.6, 16: 15.6, 24: 23.5, 80: 79.1}  # GB sold: GiB that CUDA sees
+GROUP = 8  # completions of a prompt
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside it that are still alive, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.storages: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage())
+        # The 4-bit product dequantises its weight [N, K] inside one operation.
+        inside = math.prod(args[2]) * 2 if function.name() == "bitsandbytes::gemm_4bit" else 0
+        self.peak = max(self.peak, self.live + inside)
+        return out
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.storages:
+            return
+
+        def gone(_) -> None:
+            self.live -= size
+            del self.storages[key]
+
+        self.live += size
+        self.storages[key] = weakref.ref(storage, gone)
+
+    def phase(self) -> float:
+        """The peak since the last call, GiB."""
+        peak, self.peak = self.peak, self.live
+        return peak / GIB
+
+
+def empty_pretrained(config: PretrainedConfig):
+    """What stands for `from_pretrained`: the model without data, its layers NF4 where asked."""
+
+    def load(name: str, attn_implementation: str, quantization_config=None, **_):
+        how = {"dtype": torch.bfloat16, "attn_implementation": attn_implementation}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **how).requires_grad_(False)
+            for name, layer in list(model.named_modules()):
+                if not quantization_config or not isinstance(layer, torch.nn.Linear):
+                    continue
+                if layer is not model.get_output_embeddings():
+                    sides = (layer.in_features, layer.out_features)
+                    how = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
+                    model.set_submodule(name, bnb.nn.Linear4bit(*sides, bias=False, **how))
+        model.is_loaded_in_4bit = bool(quantization_config)
+        return model
+
+    return load
+
+
+def allocate(*models: torch.nn.Module | None) -> None:
+    """Replaces their tensors without data by new ones, quantised where the layer is 4-bit; what
+    models share they still share."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in [module for model in models if model is not None for module in model.modules()]:
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.ones(buffer.shape)
+        for name, old in module._parameters.items():
+            if old is not None:
+                if old not in made:
+                    made[old] = filled(module, old)
+                module._parameters[name] = made[old]
+
+
+def filled(module: torch.nn.Module, old: torch.nn.Parameter) -> torch.nn.Parameter:
+    if not isinstance(module, bnb.nn.Linear4bit):
+        data = torch.ones(old.shape, dtype=old.dtype)
+        return torch.nn.Parameter(data, requires_grad=old.requires_grad)
+    dense = torch.ones(module.out_features, module.in_features, dtype=torch.bfloat16)
+    how = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    data, state = bnb.functional.quantize_4bit(dense, **how)
+    weight = torch.nn.Parameter(data, requires_grad=False)
+    weight.quant_state = state
+    return weight
+
+
+def count(config: PretrainedConfig, options: argparse.Namespace, fake: bool = True) -> dict:
+    """Peaks of a step's phases in GiB; `step` is the largest of them."""
+    flags = ["--model_name_or_path", "none", "--gradient_checkpointing", "True"]
+    flags += ["--rollout_weights", options.rollout_weights, *options.flags]
+    args = trainer.parse_args(flags)
+    real = {
+        name: getattr(trainer, name) for name in ("AutoModelForCausalLM", "dequantize_bnb_weight")
+    }
+    bnb.functional.quantize_4bit(torch.ones(64, 64), compress_statistics=True)  # makes its tables
+    trainer.AutoModelForCausalLM = SimpleNamespace(from_pretrained=empty_pretrained(config))
+    trainer.dequantize_bnb_weight = lambda w: bnb.functional.dequantize_4bit(w.data, w.quant_state)
+    try:
+        model = trainer.load_policy(args, SimpleNamespace(type="cuda"))
+        dense = trainer.load_dense(args, model)
+        mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+        with (
+            mode,
+            LiveBytes() as memory,
+            torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        ):
+            return phases(args, model, dense, memory, options)
+    finally:
+        vars(trainer).update(real)
+
+
+def phases(args, model, dense, memory: LiveBytes, options: argparse.Namespace) -> dict:
+    """One step's operations, in the script's order, on tensors of the right shapes."""
+    allocate(model, dense)
+    count, prompt, length = options.completions, options.prompt_tokens, options.completion_tokens
+    policy = trainer.Policy(model, 1.0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=True)  # as on a GPU
+    ids = torch.ones(options.micro_batch, prompt + length, dtype=torch.long)
+    inputs = (ids, ids.bool(), prompt)
+    for _ in range(2):  # in the first, AdamW has no state yet
+        found = {"weights": memory.phase() and memory.live / GIB}
+        if dense is not None:
+            trainer.merge(model, dense)
+        sampled = dense or model.get_base_model()
+        prompts = [[row // GROUP] * prompt for row in range(count)]
+        sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        shape, eos = (count, prompt, length), torch.zeros(1, dtype=torch.long)
+        decoder = trainer.Decoder(sampled, eos, 0, shape, sampling)
+        with torch.no_grad():
+            policy.eval()
+            decoder.start(prompts, torch.rand(count, length))
+            found["rollout"], before = memory.phase(), memory.live
+            decoder.step(count, decoder.columns)
+        pool = memory.phase() - before / GIB  # a captured step's tensors keep their memory
+        found["rollout"] = max(found["rollout"], before / GIB + pool)
+        decoder.release()
+        memory.phase()
+        with torch.no_grad():
+            adapted = policy.eval()(*inputs)
+            with model.disable_adapter():
+                base = policy(*inputs)
+        del adapted, base
+        found["score"] = memory.phase() + pool
+        logp = policy.train()(*inputs).logp
+        logp.sum().backward()
+        del logp
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["update"] = memory.phase() + pool
+    return found | {"step": max(found.values())}
+
+
+def card_for(gib: float) -> str:
+    """The smallest card that has room for a peak."""
+    fitting = [size for size, seen in CARDS.items() if gib * SLACK + OVERHEAD <= seen]
+    return f"{fitting[0]} GB" if fitting else "none"
+
+
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    add(
+        "--rollout_weights", nargs="+", choices=["adapter", "merged"], default=["adapter", "merged"]
+    )
+    add("--completions", type=int, default=64, help="of a rollout, all sampled at once")
+    add("--micro_batch", type=int, default=16, help="completions of a micro-batch")
+    add("--prompt_tokens", type=int, default=128)
+    add("--completion_tokens", type=int, default=256)
+    options = parser.parse_args(argv[:cut])
+    options.flags = argv[cut + 1 :]
+    return options
+
+
+def main() -> None:
+    options = parse_options(sys.argv[1:])
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    shape = f"{options.completions} completions of {options.prompt_tokens} + "
+    shape += f"{options.completion_tokens} tokens, micro-batches of {options.micro_batch}"
+    print(f"Counted, GiB: {shape}; flags: {' '.join(options.flags) or 'none'}\n")
+    print("| shape | rollout_weights | weights, AdamW | rollout | score | update | smallest card |")
+    print("|---|---|---|---|---|---|---|")
+    jobs = [(name, weights) for name in options.shape for weights in options.rollout_weights]
+    began = time.perf_counter()
+    for done, (name, weights) in enumerate(jobs, start=1):
+        asked = argparse.Namespace(**vars(options) | {"rollout_weights": weights})
+        found = count(shape_config(name), asked)
+        figures = [f"{found[phase]:.1f}" for phase in ("weights", "rollout", "score", "update")]
+        print(f"| {' | '.join([name, weights, *figures, card_for(found['step'])])} |", flush=True)
+        left = (time.perf_counter() - began) / done * (len(jobs) - done)
+        print(f"{done} of {len(jobs)}, about {left:.0f} s left", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""`memory.py` against real tensors, sums by hand, and a peak that was measured on a GPU."""
+
+import argparse
+
+import memory
+import pytest
+import torch
+import torch.nn.functional as F
+from bench import SHAPES, VOCABULARY, shape_config
+from conftest import TINY
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig
+
+
+def asked(**options) -> argparse.Namespace:
+    step = {"completions": 64, "micro_batch": 16, "prompt_tokens": 128, "completion_tokens": 256}
+    step |= {"rollout_weights": "adapter", "flags": ["--lora_r", "16", "--lora_alpha", "32"]}
+    return argparse.Namespace(**step | options)
+
+
+def four_bit(weights: int) -> float:
+    """Bytes of NF4, double quantised: a byte for each 64 weights, 4 for each 256 of those."""
+    return weights / 2 + weights / 64 + weights / 64 / 256 * 4
+
+
+def parts(name: str, layers: int) -> tuple[int, int, int]:
+    """Weights of a shape's linear layers, its embedding and head, and an adapter of rank 1."""
+    hidden, intermediate, _, heads, tied = SHAPES[name]
+    sides = [(hidden, 128 * heads), (hidden, 1024), (hidden, 1024), (128 * heads, hidden)]
+    sides += [(hidden, intermediate)] * 2 + [(intermediate, hidden)]
+    linear = layers * sum(a * b for a, b in sides)
+    return linear, VOCABULARY * hidden * (2 - tied), layers * sum(a + b for a, b in sides)
+
+
+@pytest.mark.parametrize("weights", ["adapter", "merged"])
+def test_fake_tensors_count_what_real_ones_do(weights):
+    """The tiny policy, whose data are really there."""
+    config = AutoConfig.from_pretrained(TINY)
+    step = {"completions": 16, "micro_batch": 8, "prompt_tokens": 20, "completion_tokens": 60}
+    options = asked(**step, rollout_weights=weights)
+    real, fake = (memory.count(config, options, fake=fake) for fake in (False, True))
+    assert real == pytest.approx(fake, rel=0.02)
+    assert 0 < real["weights"] < real["score"] < real["update"]
+
+
+@pytest.mark.parametrize("name", ["1.7B", "8B"])
+def test_weights_and_cache_are_what_they_are_by_hand(name):
+    """NF4 base, bf16 ends, adapter and AdamW in fp32; the dense copy is of linear layers alone; the
+    cache is there in rollouts and gone afterwards."""
+    config, (linear, ends, rank_one) = shape_config(name, 6), parts(name, 6)
+    static = (four_bit(linear) + 2 * ends + 3 * 4 * 16 * rank_one) / memory.GIB
+    adapter = memory.count(config, asked())
+    assert adapter["weights"] == pytest.approx(static, rel=0.01)
+    cache = 6 * 2 * 64 * 392 * 8 * 128 * 2 / memory.GIB
+    assert static + cache < adapter["rollout"] < static + cache + 0.6
+    assert adapter["score"] < adapter["weights"] + cache + 0.6
+    merged = memory.count(config, asked(rollout_weights="merged"))
+    for phase in adapter:
+        assert merged[phase] - adapter[phase] == pytest.approx(2 * linear / memory.GIB, rel=0.05)
+
+
+def test_a_training_step_takes_what_was_measured_on_a_gpu(monkeypatch):
+    """16 x 640 tokens of the 1.7B shape with r 16, checkpointing, bf16 autocast and a head in
+    chunks of 2,048 tokens, in code of its own: 6.2 GiB by `max_memory_allocated` on an H200."""
+
+    def step(args, model, dense, counted, options):
+        memory.allocate(model)
+        base, ids = model.train().get_base_model(), torch.ones(16, 640, dtype=torch.long)
+
+        def head(hidden, targets):
+            logits = base.lm_head(hidden).float()
+            return -F.cross_entropy(logits, targets, reduction="none")
+
+        for _ in range(2):  # it kept the gradients of the last one
+            hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+            chunks = zip(hidden.flatten(0, 1).split(2048), ids[:, 1:].flatten().split(2048))
+            logp = [checkpoint(head, h, y, use_reentrant=False) for h, y in chunks]
+            torch.cat(logp).mean().backward()
+        return {"update": counted.phase()}
+
+    monkeypatch.setattr(memory, "phases", step)
+    assert memory.count(shape_config("1.7B"), asked())["update"] == pytest.approx(6.2, rel=0.02)
+
+
+def test_a_tensor_counts_once_and_until_it_is_gone():
+    with FakeTensorMode(), memory.LiveBytes() as live:
+        a = torch.ones(2**20)
+        b = a.view(2, -1)
+        assert live.live == 2**22
+        c = b + 1
+        del a, b
+        assert live.live == 2**22 and live.phase() == pytest.approx(2**23 / memory.GIB)
+        del c
+        assert live.live == 0 and live.phase() == pytest.approx(2**22 / memory.GIB)
+
+
+@pytest.mark.parametrize(
+    ("gib", "card"), [(6.6, "8 GB"), (6.7, "12 GB"), (21.8, "24 GB"), (80, "none")]
+)
+def test_a_card_must_hold_more_than_the_peak(gib, card):
+    assert memory.card_for(gib) == card
