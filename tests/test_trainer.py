@@ -34,13 +34,18 @@ def test_sample_tokens_follows_the_distribution():
     assert torch.allclose(logp, expected.log()[token], atol=1e-6)
 
 
-def test_sample_tokens_never_picks_the_impossible():
+@pytest.mark.parametrize("size", [400, 4000, 5000, 30_000])
+def test_sample_tokens_never_picks_the_impossible(size):
     """Rounding in the cumulative sum must not let u near 0 or 1 pick a token of probability 0."""
-    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(500, size, generator=torch.Generator().manual_seed(0))
     logits[:, 0] = logits[:, -200:] = -torch.inf
     for u in (0.0, 1 - 2**-24):
-        token, logp = trainer.sample_tokens(logits, torch.full((64,), u))
-        assert (token > 0).all() and (token < 4800).all() and logp.isfinite().all()
+        token, logp = trainer.sample_tokens(logits, torch.full((500,), u))
+        assert (token > 0).all() and (token < size - 200).all() and logp.isfinite().all()
+    mass = logits.softmax(-1)
+    for u in (0.0, 1.0):  # what rounding makes of the share within a block
+        place, share = trainer.draw(mass, torch.full((500, 1), u))
+        assert (mass.gather(1, place) > 0).all() and ((share >= 0) & (share <= 1)).all()
 
 
 @pytest.mark.parametrize("size", [448, 128_256, 151_937])
