@@ -120,13 +120,13 @@ def filled(module: torch.nn.Module, old: torch.nn.Parameter) -> torch.nn.Paramet
 
 
 def count(config: PretrainedConfig, options: argparse.Namespace, fake: bool = True) -> dict:
-    """Peaks of a step's phases in GiB; `step` is the largest of them."""
+    """Peaks of a step's phases in GiB, as allocated; `step` is what must be there, `graphs` what of
+    it captured decode steps reserve for good."""
     flags = ["--model_name_or_path", "none", "--gradient_checkpointing", "True"]
     flags += ["--rollout_weights", options.rollout_weights, *options.flags]
     args = trainer.parse_args(flags)
-    real = {
-        name: getattr(trainer, name) for name in ("AutoModelForCausalLM", "dequantize_bnb_weight")
-    }
+    replaced = ("AutoModelForCausalLM", "dequantize_bnb_weight")
+    real = {name: getattr(trainer, name) for name in replaced}
     bnb.functional.quantize_4bit(torch.ones(64, 64), compress_statistics=True)  # makes its tables
     trainer.AutoModelForCausalLM = SimpleNamespace(from_pretrained=empty_pretrained(config))
     trainer.dequantize_bnb_weight = lambda w: bnb.functional.dequantize_4bit(w.data, w.quant_state)
@@ -134,11 +134,8 @@ def count(config: PretrainedConfig, options: argparse.Namespace, fake: bool = Tr
         model = trainer.load_policy(args, SimpleNamespace(type="cuda"))
         dense = trainer.load_dense(args, model)
         mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
-        with (
-            mode,
-            LiveBytes() as memory,
-            torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
-        ):
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        with mode, LiveBytes() as memory, autocast:
             return phases(args, model, dense, memory, options)
     finally:
         vars(trainer).update(real)
@@ -154,7 +151,8 @@ def phases(args, model, dense, memory: LiveBytes, options: argparse.Namespace) -
     ids = torch.ones(options.micro_batch, prompt + length, dtype=torch.long)
     inputs = (ids, ids.bool(), prompt)
     for _ in range(2):  # in the first, AdamW has no state yet
-        found = {"weights": memory.phase() and memory.live / GIB}
+        memory.phase()
+        found = {"weights": memory.live / GIB}
         if dense is not None:
             trainer.merge(model, dense)
         sampled = dense or model.get_base_model()
@@ -165,10 +163,10 @@ def phases(args, model, dense, memory: LiveBytes, options: argparse.Namespace) -
         with torch.no_grad():
             policy.eval()
             decoder.start(prompts, torch.rand(count, length))
-            found["rollout"], before = memory.phase(), memory.live
+            started, before = memory.phase(), memory.live
             decoder.step(count, decoder.columns)
-        pool = memory.phase() - before / GIB  # a captured step's tensors keep their memory
-        found["rollout"] = max(found["rollout"], before / GIB + pool)
+        stepped = memory.phase()
+        found |= {"rollout": max(started, stepped), "graphs": stepped - before / GIB}
         decoder.release()
         memory.phase()
         with torch.no_grad():
@@ -176,15 +174,16 @@ def phases(args, model, dense, memory: LiveBytes, options: argparse.Namespace) -
             with model.disable_adapter():
                 base = policy(*inputs)
         del adapted, base
-        found["score"] = memory.phase() + pool
+        found["score"] = memory.phase()
         logp = policy.train()(*inputs).logp
         logp.sum().backward()
         del logp
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found["update"] = memory.phase() + pool
-    return found | {"step": max(found.values())}
+        found["update"] = memory.phase()
+    later = found["graphs"] + max(found["score"], found["update"])
+    return found | {"step": max(found["rollout"], later)}
 
 
 def card_for(gib: float) -> str:

@@ -3,6 +3,10 @@
 pytest tests/test_gpu.py -s     # prints the figures; `tests/bench.py --shape` measures speed
 """
 
+import argparse
+
+import bench
+import memory
 import pytest
 import torch
 from conftest import TINY, random_batch, randomise_adapter
@@ -89,3 +93,20 @@ def test_compiled_gradients_are_as_near_the_exact_ones_as_eager_ones(make_run):
     errors = [float((g - exact).norm() / exact.norm()) for g in (eager, compiled)]
     print(f"gradients off by {errors[0]:.4f} of their norm eager, {errors[1]:.4f} compiled")
     assert errors[1] <= 2 * errors[0] < 0.2
+
+
+@pytest.mark.parametrize("weights", ["adapter", "merged"])
+def test_counted_memory_is_what_the_gpu_allocates(weights, tmp_path, monkeypatch):
+    """The peaks of `memory.py`, which needs no GPU, against those of the second step here."""
+    flags = ["--rollout_weights", weights, "--gradient_checkpointing", "True", "--lora_r", "16"]
+    shape = ["grpo_arca", "--shape", "0.6B", "--cache", str(tmp_path)]
+    options = bench.parse_options([*shape, "--", *flags, "--output_dir", str(tmp_path)])
+    monkeypatch.setattr(trainer, "row_uniforms", trainer.row_uniforms)  # restored afterwards
+    prepared = bench.prepare(trainer, ["arca"], options)
+    peaks = [bench.step(prepared, "arca", repeat, 0.0)["peaks"] for repeat in range(2)][1]
+    step = {"completions": 64, "micro_batch": 16, "prompt_tokens": 128, "completion_tokens": 256}
+    asked = argparse.Namespace(**step, rollout_weights=weights, flags=["--lora_r", "16"])
+    counted = memory.count(bench.shape_config("0.6B"), asked)
+    print(f"{weights}: counted {counted}, allocated {peaks}")
+    for phase, peak in zip(("rollout", "score", "update"), peaks, strict=True):
+        assert counted[phase] == pytest.approx(peak, rel=0.1)

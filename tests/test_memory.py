@@ -56,7 +56,7 @@ def test_weights_and_cache_are_what_they_are_by_hand(name):
     assert static + cache < adapter["rollout"] < static + cache + 0.6
     assert adapter["score"] < adapter["weights"] + cache + 0.6
     merged = memory.count(config, asked(rollout_weights="merged"))
-    for phase in adapter:
+    for phase in adapter.keys() - {"graphs"}:
         assert merged[phase] - adapter[phase] == pytest.approx(2 * linear / memory.GIB, rel=0.05)
 
 

@@ -285,6 +285,27 @@ def test_merged_weights_follow_the_adapter(make_run):
     assert buffers == {name: p.data_ptr() for name, p in run.dense.named_parameters()}
 
 
+@pytest.mark.parametrize(
+    ("targets", "own"),
+    [("all-linear", ""), ("lm_head", "lm_head"), ("embed_tokens", "embed_tokens")],
+)
+def test_the_dense_copy_has_its_own_of_quantised_and_adapted_weights_alone(make_run, targets, own):
+    """Embedding, head and norms are the base's, in the same memory: a tied head, too, whose twin
+    has an adapter."""
+    run = make_run(rollout_weights="merged", lora_target_modules=targets)
+    base = {p.data_ptr() for p in run.model.parameters()}
+    shared = {name for name, p in run.dense.named_parameters(remove_duplicate=False)
+              if p.data_ptr() in base}  # fmt: skip
+    whole = {name for name, _ in run.dense.named_parameters(remove_duplicate=False)}
+    assert whole - shared == {n for n in whole if "_proj." in n or own and own in n}
+    u = torch.rand(4, 24, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        merged = run.sample(prompts_of(run), u, **FULL)
+        adapter = run._replace(dense=None).sample(prompts_of(run), u, **FULL)
+        assert torch.equal(merged.ids, adapter.ids)
+        assert (merged.logp - adapter.logp).abs().max() < 1e-4
+
+
 class Scripted(torch.nn.Module):
     """A model whose logits make row r say script[r], one token after the other."""
 
