@@ -457,8 +457,8 @@ class Decoder:
         mask, read = torch.minimum(self.mask[lines, ..., :width], causal), DynamicCache()
         inputs = {"attention_mask": mask, "position_ids": positions[lines]}
         inputs |= {"past_key_values": read, "use_cache": True, "logits_to_keep": 1}
-        # `forward`, not the call: what may be compiled is the step, not this, which runs once.
-        out = self.model.forward(input_ids=self.ids[lines, :width], **inputs)
+        with torch.compiler.set_stance("force_eager"):  # it runs once; only steps are compiled
+            out = self.model(input_ids=self.ids[lines, :width], **inputs)
         self.claim(read, copies)
         self.emit(len(prompts), out.logits[copies, -1])
 
