@@ -384,7 +384,9 @@ class Decoder:
         self.u = buffer(batch, self.length, dtype=torch.float)
         self.mask = buffer(batch, 1, 1, whole, dtype=model.dtype)
         self.cache = StaticCache(config=model.config, max_cache_len=whole)
-        self.address = 0  # of its memory
+        if min(getattr(layer, "max_cache_len", whole) for layer in self.cache.layers) < whole:
+            fail(f"the model attends to fewer than {whole} tokens: lower --max_completion_length")
+        self.memory, self.size, self.address = None, 0, 0  # of keys and values
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.eager_steps: Counter = Counter()
 
@@ -455,29 +457,39 @@ class Decoder:
         mask, read = torch.minimum(self.mask[lines, ..., :width], causal), DynamicCache()
         inputs = {"attention_mask": mask, "position_ids": positions[lines]}
         inputs |= {"past_key_values": read, "use_cache": True, "logits_to_keep": 1}
+        if self.size > 0:  # before the forward, which might take a part of its place
+            self.claim()
         with torch.compiler.set_stance("force_eager"):  # it runs once; only steps are compiled
             out = self.model(input_ids=self.ids[lines, :width], **inputs)
-        self.claim(read, copies)
+        found = [x for layer in read.layers for x in (layer.keys, layer.values)]
+        shapes = [(len(prompts), x.shape[1], self.mask.shape[3], x.shape[3]) for x in found]
+        sizes = [math.prod(shape) for shape in shapes]
+        if self.size == 0:
+            self.size, self.dtype = sum(sizes), found[0].dtype
+            self.claim()
+        parts = self.memory.split(sizes)
+        parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        for i, layer in enumerate(self.cache.layers):
+            layer.keys, layer.values = parts[2 * i : 2 * i + 2]
+            layer.device, layer.is_initialized = device, True
+            layer.cumulative_length = layer.cumulative_length.to(device)
+            layer.reset()
+            self.cache.update(found[2 * i][copies], found[2 * i + 1][copies], i)
         self.emit(len(prompts), out.logits[copies, -1])
 
-    def claim(self, read: DynamicCache, copies: Tensor) -> None:
-        """Takes memory for keys and values, with those of the prompts in it. It is given back after
-        a rollout, for the training step; graphs stay good as long as it is found in one place."""
-        found = [x for layer in read.layers for x in (layer.keys, layer.values)]
-        shapes = [(len(copies), x.shape[1], self.mask.shape[3], x.shape[3]) for x in found]
-        sizes = [math.prod(shape) for shape in shapes]
-        memory = torch.zeros(sum(sizes), dtype=found[0].dtype, device=copies.device)
-        if memory.data_ptr() != self.address:
-            self.address = memory.data_ptr()
+    def claim(self) -> None:
+        """Takes the memory for keys and values. Graphs stay good as long as it is in one place."""
+        if self.memory is None:
+            self.memory = torch.empty(self.size, dtype=self.dtype, device=self.ids.device)
+        if self.memory.data_ptr() != self.address:
+            self.address = self.memory.data_ptr()
             self.graphs.clear()
-        parts = iter(x.view(shape) for x, shape in zip(memory.split(sizes), shapes, strict=True))
-        for i, layer in enumerate(self.cache.layers):
-            layer.keys, layer.values = next(parts), next(parts)
-            layer.device, layer.is_initialized = copies.device, True
-            layer.cumulative_length = layer.cumulative_length.to(copies.device).zero_()
-            self.cache.update(found[2 * i][copies], found[2 * i + 1][copies], i)
 
     def release(self) -> None:
+        """Gives it back between rollouts, for the training step, unless there is plenty."""
+        if self.capture and 4 * self.memory.nbytes < torch.cuda.mem_get_info(self.ids.device)[0]:
+            return
+        self.memory = None
         for layer in self.cache.layers:
             layer.keys = layer.values = None
 
@@ -633,7 +645,6 @@ import bisect
 import re
 
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
 
 from common.metrics import weight_stats
 from common.reward import last_boxed
@@ -1540,9 +1551,17 @@ def build_run(args: Args, tokenizer, grader: Grader) -> Run:
     model = load_policy(args, accelerator.device)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay)
+    # What stays for good, moments and cuBLAS's workspace for backward, is made before the memory
+    # that rollouts give back and take again, or it would come to lie in the middle of that.
+    for p in trained:
+        moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.tensor(0.0)} | moments
     steps = (args.warmup_steps, max(1, args.max_steps))
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, *steps)
     policy, optimizer = accelerator.prepare(Policy(model, args.temperature), optimizer)
+    ids = torch.ones(2, 3, dtype=torch.long, device=accelerator.device)
+    accelerator.backward(policy.train()(ids, ids.bool(), 1).logp.sum())
+    optimizer.zero_grad()
     eos = model.generation_config.eos_token_id  # all else in the generation config is ignored
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     eos_ids = torch.tensor(sorted(eos), device=accelerator.device)

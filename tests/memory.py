@@ -156,13 +156,16 @@ def phases(args, model, dense, memory: LiveBytes, options: argparse.Namespace) -
         if dense is not None:
             trainer.merge(model, dense)
         sampled = dense or model.get_base_model()
+        # A GPU's widths are multiples of 64.
+        width = -(-prompt // 64) * 64
+        whole = -(-(width + length) // 64) * 64
         prompts = [[row // GROUP] * prompt for row in range(count)]
         sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        shape, eos = (count, prompt, length), torch.zeros(1, dtype=torch.long)
+        shape, eos = (count, width, whole - width), torch.zeros(1, dtype=torch.long)
         decoder = trainer.Decoder(sampled, eos, 0, shape, sampling)
         with torch.no_grad():
             policy.eval()
-            decoder.start(prompts, torch.rand(count, length))
+            decoder.start(prompts, torch.rand(count, whole - width))
             started, before = memory.phase(), memory.live
             decoder.step(count, decoder.columns)
         stepped = memory.phase()

@@ -96,17 +96,29 @@ def test_compiled_gradients_are_as_near_the_exact_ones_as_eager_ones(make_run):
 
 
 @pytest.mark.parametrize("weights", ["adapter", "merged"])
-def test_counted_memory_is_what_the_gpu_allocates(weights, tmp_path, monkeypatch):
-    """The peaks of `memory.py`, which needs no GPU, against those of the second step here."""
+def test_memory_is_as_counted_and_found_again(weights, tmp_path, monkeypatch):
+    """The peaks of `memory.py`, which needs no GPU, against those here; and the cache, given back
+    after each rollout, is where it was, so that graphs stay and nothing is reserved twice."""
     flags = ["--rollout_weights", weights, "--gradient_checkpointing", "True", "--lora_r", "16"]
-    shape = ["grpo_arca", "--shape", "0.6B", "--cache", str(tmp_path)]
+    step = {"completions": 32, "micro_batch": 4, "prompt_tokens": 256, "completion_tokens": 1024}
+    shape = [f"--{name}={value}" for name, value in step.items()]
+    shape += ["grpo_arca", "--shape", "0.6B", "--cache", str(tmp_path)]
     options = bench.parse_options([*shape, "--", *flags, "--output_dir", str(tmp_path)])
     monkeypatch.setattr(trainer, "row_uniforms", trainer.row_uniforms)  # restored afterwards
     prepared = bench.prepare(trainer, ["arca"], options)
-    peaks = [bench.step(prepared, "arca", repeat, 0.0)["peaks"] for repeat in range(2)][1]
-    step = {"completions": 64, "micro_batch": 16, "prompt_tokens": 128, "completion_tokens": 256}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 0))  # as if there were no plenty
+    found = []
+    for repeat in range(4):
+        peaks = bench.step(prepared, "arca", repeat, 0.0)["peaks"]
+        (decoder,) = prepared.run.decoders.values()
+        found.append((decoder.address, {key: id(graph) for key, graph in decoder.graphs.items()}))
+    assert found[1] == found[2] == found[3]
     asked = argparse.Namespace(**step, rollout_weights=weights, flags=["--lora_r", "16"])
-    counted = memory.count(bench.shape_config("0.6B"), asked)
-    print(f"{weights}: counted {counted}, allocated {peaks}")
+    counted, reserved = (
+        memory.count(bench.shape_config("0.6B"), asked),
+        torch.cuda.max_memory_reserved(),
+    )
+    print(f"{weights}: counted {counted}, allocated {peaks}, reserved {reserved / memory.GIB:.2f}")
     for phase, peak in zip(("rollout", "score", "update"), peaks, strict=True):
         assert counted[phase] == pytest.approx(peak, rel=0.1)
+    assert reserved / memory.GIB < memory.SLACK * counted["step"] + 0.3

@@ -198,18 +198,21 @@ def test_captured_steps_are_recorded_once_and_replayed(make_run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     decoder.capture = True
-    zeros, memories = torch.zeros, [torch.zeros(2**20) for _ in range(2)]
+    empty, memories = torch.empty, [torch.zeros(2**20) for _ in range(2)]
 
     def allocate(*shape, **how):
         large = isinstance(shape[0], int) and shape[0] > 2**16
-        return memories[0][: shape[0]].zero_() if large else zeros(*shape, **how)
+        return memories[0][: shape[0]].fill_(torch.nan) if large else empty(*shape, **how)
 
-    monkeypatch.setattr(torch, "zeros", allocate)
-    for rollout in range(4):
-        if rollout == 3:  # the cache is elsewhere
+    monkeypatch.setattr(torch, "empty", allocate)
+    for rollout in range(5):
+        plenty = rollout == 0
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=plenty: (free * 2**40, 0))
+        if rollout == 4:  # the cache is elsewhere
             memories.pop(0)
             FakeGraph.recorded.clear()
-        assert all(layer.keys is None for layer in decoder.cache.layers)  # between rollouts
+        keys = [layer.keys is None for layer in decoder.cache.layers]  # between rollouts
+        assert keys == [rollout != 1] * 4
         u = trainer.row_uniforms(run.args, "rollout", rollout, torch.arange(16), 80)
         ours, plain = decoder.run(prompts, u), run.sample(prompts, u, **FULL)
         assert torch.equal(ours.ids, plain.ids) and torch.equal(ours.logp, plain.logp)
