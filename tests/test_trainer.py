@@ -11,7 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TINY, random_batch, randomise_adapter
-from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 import grpo_arca as trainer
@@ -160,6 +167,25 @@ def test_prompts_are_read_once_and_unused_columns_never(make_run, monkeypatch):
         assert tokens == 1 and width + t <= columns < width + t + 16
     alone = run.sample(prompts[13:14], u[13:14], **FULL)
     assert alone.texts(run.tokenizer) == out.texts(run.tokenizer)[13:14]
+
+
+def test_a_sliding_window_is_counted_anew_in_each_rollout(capsys):
+    """Transformers counts its tokens outside the tensors; and one that is too short is refused."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=448, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, sliding_window=64,
+    )  # fmt: skip
+    model, u = MistralForCausalLM(config).eval(), torch.rand(3, 24)
+    prompts, shape = [[5, 6, 7, 8, 9], [5, 6], [11]], (3, 8, 24)
+    decoder = trainer.Decoder(model, torch.tensor([0]), 0, shape, FULL)
+    first, *others = [decoder.run(prompts, u) for _ in range(10)]
+    for other in others:
+        assert torch.equal(other.ids, first.ids) and torch.equal(other.logp, first.logp)
+    config.sliding_window = 16
+    with pytest.raises(SystemExit):
+        trainer.Decoder(model, torch.tensor([0]), 0, shape, FULL)
+    assert "lower --max_completion_length" in capsys.readouterr().err
 
 
 class FakeGraph:
