@@ -48,11 +48,11 @@ def test_fake_tensors_count_what_real_ones_do(weights):
 def test_weights_and_cache_are_what_they_are_by_hand(name):
     """NF4 base, bf16 ends, adapter and AdamW in fp32; the dense copy is of linear layers alone; the
     cache is there in rollouts and gone afterwards."""
-    config, (linear, ends, rank_one) = shape_config(name, 6), parts(name, 6)
+    config, (linear, ends, rank_one) = shape_config(name, 3), parts(name, 3)
     static = (four_bit(linear) + 2 * ends + 3 * 4 * 16 * rank_one) / memory.GIB
     adapter = memory.count(config, asked())
     assert adapter["weights"] == pytest.approx(static, rel=0.01)
-    cache = 6 * 2 * 64 * 392 * 8 * 128 * 2 / memory.GIB
+    cache = 3 * 2 * 64 * 392 * 8 * 128 * 2 / memory.GIB
     assert static + cache < adapter["rollout"] < static + cache + 0.6
     assert adapter["score"] < adapter["weights"] + cache + 0.6
     merged = memory.count(config, asked(rollout_weights="merged"))
