@@ -291,30 +291,17 @@ def sample_tokens(
         return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
     probs = (logits / temperature).softmax(-1)  # [B, V]
     u, kept, first = u[:, None], probs, 0
-    if top_k > 0:
-        kept, index = probs.topk(min(top_k, size))
-    if top_p < 1:
-        kept = nucleus(kept, top_p)
-    if top_k > 0:
-        kept = torch.zeros_like(probs).scatter(1, index, kept)
+    if top_k > 0 or top_p < 1:
+        ordered, index = probs.topk(min(top_k or size, size))
+        ordered = ordered / ordered.sum(-1, keepdim=True)
+        mass_before = ordered.cumsum(-1) - ordered
+        kept = torch.zeros_like(probs).scatter(1, index, ordered * (mass_before < top_p))
     if size > 4096:  # first which 128 tokens: a scan over a whole vocabulary is slow on a GPU
         kept = (F.pad(kept, (0, -size % 128)) if size % 128 else kept).unflatten(1, (-1, 128))
         block, u = draw(kept.sum(-1), u)
         kept, first = torch.take_along_dim(kept, block[:, :, None], 1).squeeze(1), 128 * block
     token = (first + draw(kept, u)[0]).clamp(max=size - 1)  # the clamp is for NaN
     return token.squeeze(1), probs.gather(1, token).log().squeeze(1)
-
-
-def nucleus(mass: Tensor, top_p: float) -> Tensor:
-    """`mass` [B, N], but 0 where there is top_p of it on larger entries. The smallest entry to keep
-    is found bit by bit, since a sort of a whole vocabulary moves several times the bytes."""
-    bits = mass.view(torch.int32)  # floats >= 0 have the order of their bits
-    least, enough = torch.zeros_like(bits[:, :1]), top_p * mass.sum(-1, keepdim=True)
-    for bit in reversed(range(30)):  # 1.0 is just below 2^30
-        larger = least | 1 << bit
-        reached = torch.where(bits >= larger, mass, 0.0).sum(-1, keepdim=True) >= enough
-        least = torch.where(reached, larger, least)
-    return torch.where(bits >= least, mass, 0.0)
 
 
 def draw(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -452,9 +439,10 @@ class Decoder:
         self.place.copy_(torch.arange(len(prompts), device=device))
         self.position.copy_(positions[:, -1:])
         self.mask.fill_(low)[:, 0, 0, :width].masked_fill_(real, 0)
-        unique = list(dict.fromkeys(map(tuple, prompts)))
-        lines = torch.tensor([prompts.index(list(prompt)) for prompt in unique], device=device)
-        copies = torch.tensor([unique.index(tuple(prompt)) for prompt in prompts], device=device)
+        line_of = {tuple(prompt): line for line, prompt in enumerate(prompts)}
+        order = {prompt: i for i, prompt in enumerate(line_of)}
+        lines = torch.tensor(list(line_of.values()), device=device)  # one of each prompt
+        copies = torch.tensor([order[tuple(prompt)] for prompt in prompts], device=device)
         causal = self.mask.new_full((width, width), low).triu(1)
         mask, read = torch.minimum(self.mask[lines, ..., :width], causal), DynamicCache()
         inputs = {"attention_mask": mask, "position_ids": positions[lines]}

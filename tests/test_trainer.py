@@ -92,6 +92,24 @@ def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p):
         assert torch.allclose(logp, (logits[row] / 0.9).log_softmax(0)[token], atol=1e-5)
 
 
+def test_moments_made_before_the_first_update_are_adamws_own(make_run):
+    run = make_run(learning_rate=0.01, weight_decay=0.1)
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    twins = [p.detach().clone().requires_grad_() for p in trained]
+    plain = torch.optim.AdamW(twins, lr=run.scheduler.get_last_lr()[0], weight_decay=0.1)
+    assert len(run.optimizer.state) == len(trained) and all(p.grad is None for p in trained)
+    for _ in range(2):
+        for p, twin in zip(trained, twins, strict=True):
+            p.grad = torch.randn_like(p)
+            twin.grad = p.grad.clone()
+        run.optimizer.step()
+        plain.step()
+    for p, twin in zip(trained, twins, strict=True):
+        ours, theirs = run.optimizer.state[p], plain.state[twin]
+        assert torch.equal(p, twin) and ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.parametrize("rollout_weights", ["merged", "adapter"])
 def test_greedy_generation_equals_transformers(make_run, rollout_weights):
     """The decode loop over the static cache against `generate`, prompts of different lengths."""
