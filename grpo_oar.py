@@ -327,9 +327,18 @@ class Completions(NamedTuple):
         return tokenizer.batch_decode([ids[:n] for ids, n in rows], skip_special_tokens=True)
 
 
-def grouped_attention(module, query: Tensor, key: Tensor, value: Tensor, mask, **options):
+def grouped_attention(
+    module, query: Tensor, key: Tensor, value: Tensor, mask, past=None, **options
+):
     """Attention [B, heads, queries, D] for transformers. With one query a row, the heads that share
-    a key and value head stand in for queries, so that no head needs a copy of the cache."""
+    a key and value head stand in for queries, so that no head needs a copy of the cache.
+
+    Args:
+        past: keys and values before these, by layer: a credit method may give them to a forward
+            that is computed again in backward, where transformers takes no cache.
+    """
+    if past is not None:
+        key, value = (torch.cat(x, 2) for x in zip(past[module.layer_idx], (key, value)))
     if query.shape[2] > 1:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     groups = query.view(len(query), key.shape[1], -1, query.shape[3])
@@ -544,7 +553,7 @@ def generate(
 # --------------------------------------------------------------------------------------------------
 class TokenStats(NamedTuple):
     logp: Tensor  # [B, T] of the completion's tokens, at the sampling temperature
-    entropy: Tensor | None  # [B, T] nats; None in forwards with gradients
+    entropy: Tensor | None  # [B, T] nats, where it was asked for
     hidden: Tensor  # [B, T, H] after the final norm, at the position whose logits predict the token
 
 
@@ -555,7 +564,9 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.model, self.temperature = model, temperature
 
-    def forward(self, ids: Tensor, attention: Tensor, prompt_width: int) -> TokenStats:
+    def forward(
+        self, ids: Tensor, attention: Tensor, prompt_width: int, with_entropy: bool = False
+    ) -> TokenStats:
         base = self.model.get_base_model()
         positions = (attention.long().cumsum(1) - 1).clamp(min=0)
         inputs = {"attention_mask": attention.long(), "position_ids": positions}
@@ -563,19 +574,16 @@ class Policy(torch.nn.Module):
         hidden = hidden[:, prompt_width - 1 : -1]
         targets, head = ids[:, prompt_width:], base.get_output_embeddings()
         chunk = max(1, 2**26 // head.weight.shape[0])  # tokens: 256 MiB of fp32 logits
-        logp, entropy = [], []
-        for h, y in zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk)):
-            out = checkpoint(self.head_stats, head, h, y, use_reentrant=False)
-            logp.append(out[0])
-            entropy.append(out[1])
-        entropy = None if torch.is_grad_enabled() else torch.cat(entropy).view(targets.shape)
-        return TokenStats(torch.cat(logp).view(targets.shape), entropy, hidden)
+        parts = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk))
+        out = [checkpoint(self.stats, head, *x, with_entropy, use_reentrant=False) for x in parts]
+        logp, *entropy = (torch.cat(values).view(targets.shape) for values in zip(*out))
+        return TokenStats(logp, entropy[0] if with_entropy else None, hidden)
 
-    def head_stats(self, head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies [N] of one chunk of hidden states [N, H]."""
+    def stats(self, head, hidden: Tensor, targets: Tensor, with_entropy: bool) -> tuple:
+        """Log-probs [N], and entropies [N] if asked for, of one chunk of hidden states [N, H]."""
         logits = head(hidden).float() / self.temperature  # [N, V]
-        if torch.is_grad_enabled():
-            return -F.cross_entropy(logits, targets, reduction="none"), None
+        if not with_entropy:
+            return (-F.cross_entropy(logits, targets, reduction="none"),)
         every = logits.log_softmax(-1)
         logp = every.gather(1, targets[:, None]).squeeze(1)
         return logp, -every.exp().mul_(every).sum(-1)
@@ -696,6 +704,15 @@ def find_probes(run: "Run", micro: Batch) -> list[Probe]:
     return probes
 
 
+def policy_to_ask(run: "Run") -> torch.nn.Module:
+    """The dense copy that rollouts use, where there is one: the same policy, and no weight is
+    dequantised every time."""
+    if run.dense is None:
+        return run.model.get_base_model()
+    merge(run.model, run.dense)
+    return run.dense
+
+
 def hidden_states(run: "Run", model: torch.nn.Module, **inputs) -> Tensor:
     """Last hidden states [B, N, H] of a causal language model, past Accelerate's wrapper."""
     with run.accelerator.autocast():
@@ -739,13 +756,9 @@ def perturbation_scores(run: "Run", probes: list[Probe]) -> tuple[list[Tensor], 
 
     Padded on the left, all end in the same column. A forward replaces one column, in every
     completion that has a reasoning token there, and starts at it: the columns before it are in the
-    clean cache. A few columns go together, at the cost of 1/32 more tokens at most. The dense copy
-    that rollouts use, where there is one, is the same policy without dequantising it every time.
+    clean cache. A few columns go together, at the cost of 1/32 more tokens at most.
     """
-    model, device = run.model.get_base_model(), probes[0].ids.device
-    if run.dense is not None:
-        model = run.dense
-        merge(run.model, model)
+    model, device = policy_to_ask(run), probes[0].ids.device
     width = max(len(probe.ids) for probe in probes)
     starts = torch.tensor([width - len(probe.ids) for probe in probes], device=device)[:, None]
     bounds = torch.tensor([[probe.begin, probe.end] for probe in probes], device=device) + starts
@@ -783,9 +796,11 @@ def perturbation_scores(run: "Run", probes: list[Probe]) -> tuple[list[Tensor], 
 
 
 @contextlib.contextmanager
-def checkpointing(model: torch.nn.Module):
-    """Gradient checkpointing, where it is on: layers use it in training mode alone. Their children
-    stay in evaluation mode, so nothing is dropped out."""
+def checkpointing(model: torch.nn.Module, on: bool):
+    """Gradient checkpointing: layers use it in training mode alone. Their children stay in
+    evaluation mode, so nothing is dropped out."""
+    if on:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for layer in layers:
         layer.training = True
@@ -796,40 +811,62 @@ def checkpointing(model: torch.nn.Module):
             layer.training = False
 
 
-def gradient_scores(run: "Run", micro: Batch, probes: list[Probe]) -> tuple[list[Tensor], int]:
-    """OAR-G of several completions, [L] each, and the tokens in each of its two forwards.
+def embed(model: torch.nn.Module, rows: list[Tensor]) -> Tensor:
+    """Embeddings [B, N, H] of token ids, padded on the right, where causal attention never looks;
+    at least fp32, as bf16 would round the noise."""
+    embeds = model.get_input_embeddings()(pad_sequence(rows, batch_first=True)).detach()
+    return embeds.to(torch.promote_types(embeds.dtype, torch.float32))
 
-    Padding is on the right, where causal attention never looks. The noise, without which the
-    gradient is 0, depends on the row alone. `autograd.grad` to the embeddings writes to no
-    parameter's .grad and runs none of DDP's hooks.
-    """
-    ids = pad_sequence([probe.ids for probe in probes], batch_first=True)  # [B, N]
-    embeds = run.model.get_input_embeddings()(ids).detach()  # [B, N, H]
-    embeds = embeds.to(torch.promote_types(embeds.dtype, torch.float32))  # bf16 would round noise
-    noisy = embeds.clone()
+
+def noise_like(run: "Run", micro: Batch, probes: list[Probe], embeds: Tensor) -> Tensor:
+    """The reasoning's noise [B, N, H], a function of the row alone; 0 after it."""
+    noise = torch.zeros_like(embeds)
     for i, (row, _, begin, end, _) in enumerate(probes):
         place = divmod(int(micro.rows[row]), run.args.num_generations)
         stream = random_stream(run.args.seed, "oar_noise", micro.rollout, *place)
-        noise = run.args.oar_noise_std * torch.randn(end - begin, noisy.shape[2], generator=stream)
-        noisy[i, begin:end] += noise.to(noisy.device)
+        drawn = torch.randn(end - begin, embeds.shape[2], generator=stream)
+        noise[i, : end - begin] = run.args.oar_noise_std * drawn.to(noise.device)
+    return noise
 
-    answers = right_aligned(probes)
-    lengths = torch.tensor([[len(probe.ids)] for probe in probes], device=ids.device)
-    last = lengths + torch.arange(-answers.shape[1], 0, device=ids.device)  # [B, A]
+
+@torch.no_grad()
+def gradient_scores(run: "Run", micro: Batch, probes: list[Probe]) -> tuple[list[Tensor], int, int]:
+    """OAR-G of several completions, [L] each, and the tokens computed forward and backward.
+
+    A prompt is read once for its completions; what follows it is read clean and, as the gradient is
+    0 without it, with noise. `autograd.grad` to the embeddings writes to no parameter's .grad and
+    runs none of DDP's hooks.
+    """
+    model, device = policy_to_ask(run), micro.ids.device
+    lines: dict[tuple, int] = {}  # one for each different prompt
+    line = [lines.setdefault(tuple(p.ids[: p.begin].tolist()), len(lines)) for p in probes]
+    cache = DynamicCache()
+    read = embed(model, [torch.tensor(prompt, device=device) for prompt in lines])  # [U, P, H]
+    hidden_states(run, model, inputs_embeds=read, past_key_values=cache, use_cache=True)
+    past = [(layer.keys[line], layer.values[line]) for layer in cache.layers]  # [B, heads, P, D]
+    begins = torch.tensor([[probe.begin] for probe in probes], device=device)
+    embeds, answers = embed(model, [p.ids[p.begin :] for p in probes]), right_aligned(probes)
+    place = torch.arange(embeds.shape[1], device=device)  # [N]
+    in_prompt = torch.arange(read.shape[1], device=device) < begins  # [B, P]
+    causal = (place <= place[:, None]).expand(len(probes), -1, -1)  # [B, N, N]
+    mask = torch.cat((in_prompt[:, None].expand(-1, len(place), -1), causal), 2)[:, None]
+    lengths = torch.tensor([[len(probe.ids)] for probe in probes], device=device) - begins
+    last = lengths + torch.arange(-answers.shape[1], 0, device=device)  # [B, A]
 
     def says(inputs: Tensor) -> Tensor:
-        model = run.model.get_base_model()
-        hidden = hidden_states(run, model, inputs_embeds=inputs, use_cache=False)
+        more = {"attention_mask": mask, "position_ids": begins + place, "past": past}
+        hidden = hidden_states(run, model, inputs_embeds=inputs, use_cache=False, **more)
         index = last.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[2])
         return answer_logp(run, hidden.gather(1, index), answers)
 
-    with torch.no_grad():
-        clean = says(embeds)
-    with torch.enable_grad(), checkpointing(run.model):
+    clean, noisy = says(embeds), embeds + noise_like(run, micro, probes, embeds)
+    with torch.enable_grad(), checkpointing(model, run.args.gradient_checkpointing):
         shift = outcome_shift(clean, says(noisy.requires_grad_())).sum()
         (gradient,) = torch.autograd.grad(shift, noisy)
     saliency = (gradient * embeds).sum(-1).abs()  # [B, N]
-    return [s[p.begin : p.end] for s, p in zip(saliency, probes, strict=True)], ids.numel()
+    found = [row[: p.end - p.begin] for row, p in zip(saliency, probes, strict=True)]
+    tokens = embeds[..., 0].numel()
+    return found, read[..., 0].numel() + 2 * tokens, tokens
 
 
 def token_scores(run: "Run", micro: Batch, adapted: TokenStats, base: TokenStats | None):
@@ -842,8 +879,7 @@ def token_scores(run: "Run", micro: Batch, adapted: TokenStats, base: TokenStats
     if run.args.credit == "oar_p" and probes:
         found, forward = perturbation_scores(run, probes)
     elif probes:
-        found, backward = gradient_scores(run, micro, probes)
-        forward = 2 * backward
+        found, forward, backward = gradient_scores(run, micro, probes)
     for probe, values in zip(probes, found, strict=True):
         scores[probe.row, : len(values)] = values.to(scores.dtype)
     counts = torch.tensor([len(probes), forward, backward], device=scores.device).double()
@@ -1123,7 +1159,7 @@ def score(run: Run, batch: Batch, one_update: bool) -> dict[str, float]:
         micro, began = batch.select(index), clock(device)
         inputs = (micro.ids, micro.attention, micro.prompt_width)
         run.policy.eval()
-        adapted = run.policy(*inputs)
+        adapted = run.policy(*inputs, with_entropy=True)
         # With dropout on, the first update's ratio is 1 only if the old log-probs had it too.
         dropout = args.lora_dropout > 0 and not one_update
         batch.store("logp", index, training_forward(run, micro) if dropout else adapted.logp)

@@ -329,9 +329,18 @@ class Completions(NamedTuple):
         return tokenizer.batch_decode([ids[:n] for ids, n in rows], skip_special_tokens=True)
 
 
-def grouped_attention(module, query: Tensor, key: Tensor, value: Tensor, mask, **options):
+def grouped_attention(
+    module, query: Tensor, key: Tensor, value: Tensor, mask, past=None, **options
+):
     """Attention [B, heads, queries, D] for transformers. With one query a row, the heads that share
-    a key and value head stand in for queries, so that no head needs a copy of the cache."""
+    a key and value head stand in for queries, so that no head needs a copy of the cache.
+
+    Args:
+        past: keys and values before these, by layer: a credit method may give them to a forward
+            that is computed again in backward, where transformers takes no cache.
+    """
+    if past is not None:
+        key, value = (torch.cat(x, 2) for x in zip(past[module.layer_idx], (key, value)))
     if query.shape[2] > 1:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     groups = query.view(len(query), key.shape[1], -1, query.shape[3])
@@ -546,7 +555,7 @@ def generate(
 # --------------------------------------------------------------------------------------------------
 class TokenStats(NamedTuple):
     logp: Tensor  # [B, T] of the completion's tokens, at the sampling temperature
-    entropy: Tensor | None  # [B, T] nats; None in forwards with gradients
+    entropy: Tensor | None  # [B, T] nats, where it was asked for
     hidden: Tensor  # [B, T, H] after the final norm, at the position whose logits predict the token
 
 
@@ -557,7 +566,9 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.model, self.temperature = model, temperature
 
-    def forward(self, ids: Tensor, attention: Tensor, prompt_width: int) -> TokenStats:
+    def forward(
+        self, ids: Tensor, attention: Tensor, prompt_width: int, with_entropy: bool = False
+    ) -> TokenStats:
         base = self.model.get_base_model()
         positions = (attention.long().cumsum(1) - 1).clamp(min=0)
         inputs = {"attention_mask": attention.long(), "position_ids": positions}
@@ -565,19 +576,16 @@ class Policy(torch.nn.Module):
         hidden = hidden[:, prompt_width - 1 : -1]
         targets, head = ids[:, prompt_width:], base.get_output_embeddings()
         chunk = max(1, 2**26 // head.weight.shape[0])  # tokens: 256 MiB of fp32 logits
-        logp, entropy = [], []
-        for h, y in zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk)):
-            out = checkpoint(self.head_stats, head, h, y, use_reentrant=False)
-            logp.append(out[0])
-            entropy.append(out[1])
-        entropy = None if torch.is_grad_enabled() else torch.cat(entropy).view(targets.shape)
-        return TokenStats(torch.cat(logp).view(targets.shape), entropy, hidden)
+        parts = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk))
+        out = [checkpoint(self.stats, head, *x, with_entropy, use_reentrant=False) for x in parts]
+        logp, *entropy = (torch.cat(values).view(targets.shape) for values in zip(*out))
+        return TokenStats(logp, entropy[0] if with_entropy else None, hidden)
 
-    def head_stats(self, head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies [N] of one chunk of hidden states [N, H]."""
+    def stats(self, head, hidden: Tensor, targets: Tensor, with_entropy: bool) -> tuple:
+        """Log-probs [N], and entropies [N] if asked for, of one chunk of hidden states [N, H]."""
         logits = head(hidden).float() / self.temperature  # [N, V]
-        if torch.is_grad_enabled():
-            return -F.cross_entropy(logits, targets, reduction="none"), None
+        if not with_entropy:
+            return (-F.cross_entropy(logits, targets, reduction="none"),)
         every = logits.log_softmax(-1)
         logp = every.gather(1, targets[:, None]).squeeze(1)
         return logp, -every.exp().mul_(every).sum(-1)
@@ -936,7 +944,7 @@ def score(run: Run, batch: Batch, one_update: bool) -> dict[str, float]:
         micro, began = batch.select(index), clock(device)
         inputs = (micro.ids, micro.attention, micro.prompt_width)
         run.policy.eval()
-        adapted = run.policy(*inputs)
+        adapted = run.policy(*inputs, with_entropy=True)
         # With dropout on, the first update's ratio is 1 only if the old log-probs had it too.
         dropout = args.lora_dropout > 0 and not one_update
         batch.store("logp", index, training_forward(run, micro) if dropout else adapted.logp)

@@ -235,6 +235,9 @@ def step(bench: Bench, credit: str, rollout: int, others: float) -> dict:
     began = module.clock(device)
     row |= module.score(run, batch, one_update)
     row["peaks"].append(peak_gib(device, others))
+    row["score_tokens_per_second"] = int(batch.attention.sum()) / row["seconds_score"]
+    computed = row.get("credit_forward_tokens", 0)  # 0 without a forward of its own
+    row["credit_tokens_per_second"] = computed / row["seconds_credit"]
     scored = module.clock(device)
     for index in module.update_rows(args, batch) * args.num_iterations:
         module.update(run, batch, index, one_update)
@@ -353,6 +356,18 @@ def table_row(script: str, credit: str, rows: list[dict], uniform: list[dict], g
     return f"| {' | '.join(cells)} |"
 
 
+def forward_lines(timings: dict[str, list[dict]]) -> list[str]:
+    """How fast a credit that is forwards alone computes them, beside the log-probs' forward."""
+    pair = ("credit_tokens_per_second", "score_tokens_per_second")
+    shares = {
+        credit: [row[pair[0]] / row[pair[1]] for row in rows]
+        for credit, rows in timings.items()
+        if rows[0].get("credit_forward_tokens") and not rows[0]["credit_backward_tokens"]
+    }
+    lines = [f"{c}: {spread(x)} times the tokens/s of the score forward" for c, x in shares.items()]
+    return [""] * bool(lines) + lines
+
+
 def header(bench: Bench, options: argparse.Namespace) -> str:
     """What is measured, in a line."""
     args, device, shape = bench.run.args, bench.run.accelerator.device, "tiny policy"
@@ -397,14 +412,18 @@ def measure(name: str, credits: list[str], options: argparse.Namespace) -> list[
     lines = [f"{name}: {header(bench, options)}", "", f"| {COLUMNS} |", "|" + "---|" * 12]
     lines += [table_row(name, credit, rows, uniform, gib) for credit, rows in timings.items()]
     if trl is None:
-        return lines
+        return lines + forward_lines(timings)
     theirs = trl.rows[options.warmup :]
     lines += [table_row("TRL", "GRPO", theirs, uniform, trl.weights), ""]
-    return lines + [
-        f"{credit} against TRL: {ratio(own, theirs, 'rollout_tokens_per_second')} times the "
-        f"rollout's tokens/s, {ratio(theirs, own, 'step')} times as fast a step"
-        for credit, own in timings.items()
-    ]
+    return (
+        lines
+        + [
+            f"{credit} against TRL: {ratio(own, theirs, 'rollout_tokens_per_second')} times the "
+            f"rollout's tokens/s, {ratio(theirs, own, 'step')} times as fast a step"
+            for credit, own in timings.items()
+        ]
+        + forward_lines(timings)
+    )
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:

@@ -173,7 +173,7 @@ def phases(args, model, dense, memory: LiveBytes, options: argparse.Namespace) -
         decoder.release()
         memory.phase()
         with torch.no_grad():
-            adapted = policy.eval()(*inputs)
+            adapted = policy.eval()(*inputs, with_entropy=True)
             with model.disable_adapter():
                 base = policy(*inputs)
         del adapted, base

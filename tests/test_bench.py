@@ -21,7 +21,11 @@ def test_shape_with_forced_lengths(module, tmp_path, monkeypatch):
     credits = list(options.methods[module.__name__])
     lines = bench.measure(module.__name__, credits, options)  # ends itself if a length is not kept
     assert "8 completions of at most 40 tokens (lognormal lengths)" in lines[0]
-    assert [line.split(" | ")[1] for line in lines[4:]] == credits
+    rows = [line for line in lines[4:] if line.startswith("|")]
+    assert [line.split(" | ")[1] for line in rows] == credits
+    assert [line.split(":")[0] for line in lines[4 + len(rows) :] if line] == [
+        credit for credit in credits if credit == "oar_p"
+    ]
     cells = [cell.strip() for cell in lines[4].strip("|").split("|")]
     assert float(cells[4]) > 0 and float(cells[8]) > 0  # tokens/s of rollout and update
 

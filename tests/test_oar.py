@@ -205,11 +205,15 @@ def test_oar_p_equals_whole_forwards(make_run, mode):
     assert metrics["credit_completions"] == 15 and metrics["credit_backward_tokens"] == 0
 
 
+@pytest.mark.parametrize("weights", ["merged", "adapter"])
 @pytest.mark.parametrize("noise, tolerance", [(0.05, 1e-4), (1e-3, 4e-3)])
-def test_oar_g_equals_one_backward_a_completion(make_run, noise, tolerance):
+def test_oar_g_equals_one_backward_a_completion(make_run, noise, tolerance, weights):
     """The gradient is the difference of two distributions. At the default noise they agree in 3 to
     5 digits, and of those that fp32 has any two orders of summation share the rest only."""
-    run = make_run(trainer, temperature=0.7, per_device_train_batch_size=12, oar_noise_std=noise)
+    run = make_run(
+        trainer, temperature=0.7, per_device_train_batch_size=12, oar_noise_std=noise,
+        rollout_weights=weights,
+    )  # fmt: skip
     prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
     score(run, batch)
 
@@ -230,10 +234,11 @@ def test_oar_g_in_float64_at_the_default_noise(make_run, monkeypatch):
     monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", norm)
     run = make_run(trainer, temperature=0.7, load_in_4bit=False)
     run.model.double()
+    run.dense.double()
     prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
     index = torch.arange(len(COMPLETIONS))
     probes = trainer.find_probes(run, batch)
-    found, _ = trainer.gradient_scores(run, batch.select(index), probes)
+    found, _, _ = trainer.gradient_scores(run, batch.select(index), probes)
     for probe, scores in zip(probes, found, strict=True):
         row = probe.row
         expected = reference_oar_g(run, int(batch.rows[row]), prompts[row], COMPLETIONS[row])
@@ -289,8 +294,9 @@ def test_only_the_reasoning_gets_noise(make_run, monkeypatch):
     parts = COMPLETIONS[0]
     prompt = encode(PROMPTS[0])
     score(run, make_batch([tokens(parts)] * 2, [prompt] * 2, [1.0, -1.0]))
-    clean, noisy = (x.detach() for x in seen)
-    noise, reasoning = noisy - clean, slice(len(prompt), len(prompt) + len(encode(parts[0])))
+    _, clean, noisy = (x.detach() for x in seen)  # the first is the prompt
+    assert seen[0].shape[:2] == (1, len(prompt))  # read once for both rows
+    noise, reasoning = noisy - clean, slice(len(encode(parts[0])))
     assert noise[:, reasoning].std().item() == pytest.approx(0.01, rel=0.05)
     outside = torch.ones(noise.shape[1], dtype=torch.bool)
     outside[reasoning] = False
@@ -322,13 +328,15 @@ def test_no_parameter_notices(make_run, credit, checkpointing):
     assert torch.is_grad_enabled()
 
 
-def test_gradient_checkpointing_recomputes_and_changes_nothing(make_run):
+@pytest.mark.parametrize("weights", ["merged", "adapter"])
+def test_gradient_checkpointing_recomputes_and_changes_nothing(make_run, weights):
     results, calls = [], []
     for checkpointing in (False, True):
         run = make_run(
-            trainer, gradient_checkpointing=checkpointing, lora_dropout=0.5, oar_noise_std=0.01
-        )
-        layer = run.model.get_base_model().base_model.layers[0]
+            trainer, gradient_checkpointing=checkpointing, lora_dropout=0.5, oar_noise_std=0.01,
+            rollout_weights=weights,
+        )  # fmt: skip
+        layer = (run.dense or run.model.get_base_model()).base_model.layers[0]
         calls.append(0)
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
         batch = make_batch([tokens(p) for p in COMPLETIONS[:2]])

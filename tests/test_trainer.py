@@ -463,7 +463,7 @@ def test_log_probs_entropies_and_hidden_states(make_run, temperature):
             out = base(input_ids=ids, output_hidden_states=True)
             logp = (out.logits[0, -length - 1 : -1] / temperature).log_softmax(-1)
             target = ids[0, -length:]
-            stats = run.policy(batch.ids, batch.attention, width)
+            stats = run.policy(batch.ids, batch.attention, width, with_entropy=True)
             assert torch.allclose(
                 stats.logp[row, :length], logp.gather(1, target[:, None])[:, 0], atol=1e-4
             )
@@ -878,7 +878,7 @@ def test_compiled_layers_compute_the_same_without_graph_breaks_or_recompiles(mak
             inputs = (batch.ids, batch.attention, batch.prompt_width)
             run.policy.eval()
             with torch.no_grad():
-                found += run.policy(*inputs)[:2]
+                found += run.policy(*inputs, with_entropy=True)[:2]
                 with run.model.disable_adapter():
                     found.append(run.policy(*inputs).logp)
             run.policy.zero_grad()
