@@ -45,6 +45,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -349,6 +350,21 @@ def grouped_attention(
 
 AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+def rms_norm(module: torch.nn.Module, x: Tensor) -> Tensor:
+    """torch's own, one kernel on a GPU where transformers takes eight. It sums in fp32 as well, and
+    autocast would only make a copy of x for that."""
+    with torch.autocast(x.device.type, enabled=False):
+        weight = module.weight.to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, module.variance_epsilon)
+
+
+def fuse_norms(model: torch.nn.Module) -> None:
+    """Norms as Llama's and Qwen's; those of other models, such as Gemma's, stay as they are."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.forward = partial(rms_norm, module)
 
 
 class Decoder:
@@ -1385,6 +1401,7 @@ def load_dense(args: Args, model: torch.nn.Module) -> torch.nn.Module | None:
     where = {"revision": args.model_revision, "dtype": dtype, "device_map": {"": device}}
     where["attn_implementation"] = "grouped"
     dense = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **where).eval()
+    fuse_norms(dense)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(hasattr(layer, "get_delta_weight") for layer in ends):
         head = dense.get_output_embeddings()  # tied, it would take the other's delta too
@@ -1441,6 +1458,7 @@ def load_policy(args: Args, device: torch.device) -> torch.nn.Module:
         )
     except (OSError, ValueError) as error:
         fail(f"cannot load --model_name_or_path {args.model_name_or_path}: {str(error)[:300]}")
+    fuse_norms(model)
     for module in model.modules():
         # On a CPU with AVX512-BF16, bitsandbytes would repack the weights in the first forward
         # without gradients and train on wrong ones from then on.

@@ -20,6 +20,8 @@ from transformers import (
     MistralForCausalLM,
 )
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import grpo_arca as trainer
 from common.metrics import rollout_metrics
@@ -445,6 +447,39 @@ def test_rollouts_use_the_cache_with_gradient_checkpointing(make_run):
     assert len(gradients[0]) == len(gradients[1]) > 10
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.allclose(plain, recomputed, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------- norms
+def test_norms_are_the_ones_they_stand_for(make_run):
+    """Values and gradients, in bf16 under autocast too; of all norms of both copies."""
+    run = make_run(rollout_weights="merged")
+    models = (run.model, run.dense)
+    norms = [m for model in models for m in model.modules() if isinstance(m, Qwen3RMSNorm)]
+    assert len(norms) == 2 * (4 * 4 + 1)
+    for norm in norms:
+        assert norm.forward.func is trainer.rms_norm
+        norm.weight.data = torch.rand(norm.weight.shape) + 0.5
+        x = torch.randn(3, 5, len(norm.weight), requires_grad=True)
+        found, expected = norm(x), Qwen3RMSNorm.forward(norm, x)
+        torch.testing.assert_close(found, expected)
+        weights = torch.randn(expected.shape)
+        gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (found, expected)]
+        torch.testing.assert_close(*gradients)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = (
+                norm(x.bfloat16()),
+                Qwen3RMSNorm.forward(norm.bfloat16(), x.bfloat16()),
+            )
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-8)
+
+
+def test_norms_of_another_kind_stay():
+    """Gemma's scale is 1 + weight."""
+    norm = GemmaRMSNorm(8)
+    trainer.fuse_norms(norm)
+    x = torch.randn(2, 8)
+    assert torch.equal(norm(x), GemmaRMSNorm.forward(norm, x)) and "forward" not in vars(norm)
 
 
 # ---------------------------------------------------------------------------------- log-probs
