@@ -1143,8 +1143,8 @@ def load_dense(args: Args, model: torch.nn.Module) -> torch.nn.Module | None:
         return None
     where = {"revision": args.model_revision, "dtype": dtype, "device_map": {"": device}}
     where["attn_implementation"] = "grouped"
-    dense = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **where).eval()
-    fuse_norms(dense)
+    dense = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **where)
+    fuse_norms(dense.eval().requires_grad_(False))
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(hasattr(layer, "get_delta_weight") for layer in ends):
         head = dense.get_output_embeddings()  # tied, it would take the other's delta too

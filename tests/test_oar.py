@@ -318,6 +318,7 @@ def test_no_parameter_notices(make_run, credit, checkpointing):
         assert torch.equal(parameter, data)
     assert not any(module.training for module in run.model.modules())
     assert torch.is_grad_enabled()
+    assert not any(p.requires_grad for p in run.dense.parameters())  # nor any input for them
 
 
 @pytest.mark.parametrize("weights", ["merged", "adapter"])

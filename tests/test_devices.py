@@ -1,0 +1,143 @@
+"""No operation mixes tensors of the host with those of the device, where a GPU would refuse it.
+
+It takes no GPU: the device is `cpu:1`, which torch takes for the CPU, and a mode that sees every
+call of torch notes what was put there. Backward runs inside torch, where the mode sees nothing.
+"""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+import grpo_arca
+import grpo_oar
+import grpo_strace
+
+DEVICE = torch.device("cpu:1")
+MAY_MIX = {"__getitem__", "__setitem__", "index_put_", "copy_", "to", "__set__"}
+TO_HOST = {"cpu", "tolist", "item", "numpy"}
+
+
+def tensors_of(*values) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def is_there(x: torch.Tensor) -> bool:
+    return getattr(x, "is_there", False)
+
+
+class TwoDevices(TorchFunctionMode):
+    """Marks what is made on DEVICE, put there or computed there; raises where both meet."""
+
+    looks = True
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        if not self.looks:
+            return func(*args, **kwargs)
+        inputs = tensors_of(args, kwargs)
+        there = any(map(is_there, inputs))
+        if name == "__get__" and func.__self__.__name__ == "device":
+            return DEVICE if there else func(*args)
+        here = [tuple(x.shape) for x in inputs if x.dim() > 0 and not is_there(x)]
+        assert not (there and here) or name in MAY_MIX, f"{name} takes {here} from the host"
+        wanted = [kwargs.get("device"), *(args[1:] if name == "to" else ())]
+        wanted = [x for x in wanted if isinstance(x, str | torch.device)]
+        out = func(*args, **kwargs)
+        if wanted:
+            there = torch.device(wanted[0]) == DEVICE
+        elif inputs and (name == "__getitem__" or name.endswith("_")):  # or in place
+            there = is_there(inputs[0])
+        elif name == "to":
+            there = is_there(inputs[-1])
+        there = there and name not in TO_HOST
+        if name in ("to", "cpu") and out is inputs[0] and is_there(out) != there:
+            out = out.clone()  # torch saw no reason to copy
+        for x in tensors_of(out):
+            x.is_there = there
+        return out
+
+
+def loaded_there(load):
+    """`load_policy` or `load_dense`, with the tensors of the model marked."""
+
+    def marked(args, what):
+        what = torch.device("cpu") if what == DEVICE else what
+        TwoDevices.looks = False
+        model = load(args, what)
+        TwoDevices.looks = True
+        for x in (*model.parameters(), *model.buffers()) if model else ():
+            x.is_there = True
+            state = getattr(x, "quant_state", None)  # of a 4-bit weight, and of its own scales
+            for part in (state, state.state2) if state else ():
+                for value in tensors_of(list(vars(part).values())):
+                    value.is_there = True
+        return model
+
+    return marked
+
+
+FLAGS = ["--beta 0.1 --top_p 0.9 --rollout_weights adapter", "--top_k 5 --lora_dropout 0.1"]
+CREDITS = {
+    grpo_arca: "arca uniform surprisal entropy_reduction divergence random shuffled",
+    grpo_oar: "oar_g oar_p uniform random shuffled",
+    grpo_strace: "s_trace p_trace gspo grpo_lambda uniform",
+}
+CASES = [(module, credit) for module in CREDITS for credit in CREDITS[module].split()]
+CASES = [(*case, FLAGS[i % 2]) for i, case in enumerate(CASES)]
+CASES += [(grpo_oar, credit, flags) for credit in ("oar_g", "oar_p") for flags in FLAGS]
+
+
+def prepare(monkeypatch, module, flags: str):
+    """What `main` prepares: the flags, the tokenizer and both sets of problems."""
+    monkeypatch.setattr(Accelerator, "device", property(lambda self: DEVICE))
+    monkeypatch.setattr(Accelerator, "prepare_model", lambda self, model, **_: model)
+    for name in ("load_policy", "load_dense"):
+        monkeypatch.setattr(module, name, loaded_there(getattr(module, name)))
+    argv = "--per_device_train_batch_size 8 --gradient_accumulation_steps 2 --num_generations 4"
+    args = module.parse_args([*argv.split(), *flags.split()])
+    return args, *module.load_data(args)
+
+
+@pytest.mark.parametrize("module, credit, flags", sorted(set(CASES), key=str))
+def test_a_step(monkeypatch, module, credit, flags):
+    args, tokenizer, train_set, _ = prepare(monkeypatch, module, f"--credit {credit} {flags}")
+    with TwoDevices():
+        run = module.build_run(args, tokenizer, module.Grader())
+        batch, _, _ = module.collect(run, 0, *train_set)
+        metrics = module.score(run, batch, False)
+        for index in module.update_rows(args, batch):
+            module.update(run, batch, index, False)
+    assert all(map(is_there, tensors_of(list(vars(batch).values()))))
+    assert batch.rewards.std() > 0 and metrics.get("credit_completions", 1) > 0
+
+
+def test_a_run(monkeypatch, tmp_path):
+    """With evaluation, metrics, checkpoint, report, and a second run that resumes."""
+    flags = f"--output_dir {tmp_path} --save_steps 1 --max_eval_samples 4 --max_steps"
+    for steps, found in ((1, 0), (2, 1)):
+        more = f"{flags} {steps} --resume_from_checkpoint latest --max_tokens_per_micro_batch 900"
+        args, tokenizer, *data = prepare(monkeypatch, grpo_arca, more)
+        with TwoDevices():
+            run = grpo_arca.build_run(args, tokenizer, grpo_arca.Grader())
+            at = grpo_arca.resume(run, grpo_arca.find_checkpoint(args))
+            log = grpo_arca.RunLog(args.output_dir, vars(args), at.step)
+            assert at.step == found and grpo_arca.run_to_the_end(run, at, *data, log) == 0
+        monkeypatch.undo()
+
+
+def test_a_mixture_is_noticed():
+    with TwoDevices():
+        there, here = torch.ones(2, device=DEVICE), torch.ones(2)
+        made = (there[:1], there * 2, there.new_zeros(3), here.to(DEVICE), torch.zeros_like(there))
+        assert all(map(is_there, made)) and made[0].device == DEVICE
+        assert not any(map(is_there, (here, here + 1, there.cpu(), torch.zeros(2))))
+        here.add_(1), there.add_(torch.tensor(1.0)), there[torch.tensor([0])]
+        for mixed in (
+            lambda: there + here,
+            lambda: torch.cat([there, here]),
+            lambda: there.add_(here),
+        ):
+            with pytest.raises(AssertionError, match="from the host"):
+                mixed()
