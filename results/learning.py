@@ -32,6 +32,7 @@ def run(script: str, flags: list[str], seed: int) -> dict:
     columns = ["seconds_rollout", "seconds_score", "seconds_credit", "seconds_update"]
     columns += ["reward", "weight_gini", "weight_effn"]
     means = {name: mean(row[name] for row in updates) for name in columns}
+    means["rewards"] = [round(row["reward"], 4) for row in updates]  # of every step
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20  # of any run so far
     return summary | means | {"seed": seed, "wall_seconds": wall, "largest_rss_gib": memory}
 
