@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo_arca
@@ -125,6 +126,46 @@ def test_a_run(monkeypatch, tmp_path):
             log = grpo_arca.RunLog(args.output_dir, vars(args), at.step)
             assert at.step == found and grpo_arca.run_to_the_end(run, at, *data, log) == 0
         monkeypatch.undo()
+
+
+class Waits(TorchDispatchMode):
+    """Collects operations that wait for the device or copy from the host: none can be captured."""
+
+    NEVER = "_local_scalar_dense nonzero masked_select _unique2 unique_dim lift_fresh is_nonzero"
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        boolean = name.startswith("index") and any(
+            x.dtype == torch.bool for x in tensors_of(args[1:2])
+        )
+        self.found += [name] if name in self.NEVER.split() or boolean else []
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("weights", ["merged", "adapter"])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}]
+)
+def test_a_decode_step_can_be_captured(make_run, weights, sampling):
+    run = make_run(rollout_weights=weights)
+    model = run.dense or run.model.get_base_model()
+    decoder = grpo_arca.Decoder(model, run.eos_ids, 0, (4, 8, 16), sampling)
+    with torch.no_grad():
+        decoder.start([[5, 6, 7], [5, 6]] * 2, torch.rand(4, 16))
+        with Waits() as waits:
+            decoder.step(4, 16)
+    assert waits.found == []
+
+
+def test_what_cannot_be_captured_is_noticed():
+    x = torch.ones(3)
+    with Waits() as waits:
+        x.sum().item(), x[x > 0], torch.tensor([1.0]), bool((x > 0).all())
+    assert waits.found == ["_local_scalar_dense", "index", "lift_fresh", "_local_scalar_dense"]
 
 
 def test_a_mixture_is_noticed():
