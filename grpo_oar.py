@@ -45,7 +45,6 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -352,19 +351,24 @@ AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
-def rms_norm(module: torch.nn.Module, x: Tensor) -> Tensor:
-    """torch's own, one kernel on a GPU where transformers takes eight. It sums in fp32 as well, and
+class RMSNorm(torch.nn.Module):
+    """torch's own norm, one kernel on a GPU where transformers takes eight. It sums in fp32, too;
     autocast would only make a copy of x for that."""
-    with torch.autocast(x.device.type, enabled=False):
-        weight = module.weight.to(x.dtype)
-        return F.rms_norm(x, weight.shape, weight, module.variance_epsilon)
+
+    def __init__(self, norm: torch.nn.Module):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 def fuse_norms(model: torch.nn.Module) -> None:
     """Norms as Llama's and Qwen's; those of other models, such as Gemma's, stay as they are."""
-    for module in model.modules():
+    for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.forward = partial(rms_norm, module)
+            model.set_submodule(name, RMSNorm(module))
 
 
 class Decoder:
@@ -1401,7 +1405,8 @@ def load_dense(args: Args, model: torch.nn.Module) -> torch.nn.Module | None:
     where = {"revision": args.model_revision, "dtype": dtype, "device_map": {"": device}}
     where["attn_implementation"] = "grouped"
     dense = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **where)
-    fuse_norms(dense.eval().requires_grad_(False))
+    fuse_norms(dense)
+    dense.eval().requires_grad_(False)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(hasattr(layer, "get_delta_weight") for layer in ends):
         head = dense.get_output_embeddings()  # tied, it would take the other's delta too
