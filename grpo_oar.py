@@ -725,12 +725,9 @@ def find_probes(run: "Run", micro: Batch) -> list[Probe]:
 
 
 def policy_to_ask(run: "Run") -> torch.nn.Module:
-    """The dense copy that rollouts use, where there is one: the same policy, and no weight is
-    dequantised every time."""
-    if run.dense is None:
-        return run.model.get_base_model()
-    merge(run.model, run.dense)
-    return run.dense
+    """The dense copy that rollouts use, where there is one, so that no weight is dequantised every
+    time: since the rollout it is the same policy."""
+    return run.dense or run.model.get_base_model()
 
 
 def hidden_states(run: "Run", model: torch.nn.Module, **inputs) -> Tensor:

@@ -39,6 +39,8 @@ def make_run():
         tokenizer = AutoTokenizer.from_pretrained(model)
         run = module.build_run(args, tokenizer, module.Grader())
         randomise_adapter(run.model, adapter)
+        if run.dense is not None:
+            module.merge(run.model, run.dense)  # as a rollout does
         return run
 
     return make

@@ -226,7 +226,7 @@ def test_oar_g_in_float64_at_the_default_noise(make_run):
     """What is left of the difference in fp32 is rounding: in float64 six more digits agree."""
     run = make_run(trainer, temperature=0.7, load_in_4bit=False)
     run.model.double()
-    run.dense.double()
+    trainer.merge(run.model, run.dense.double())
     prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
     index = torch.arange(len(COMPLETIONS))
     probes = trainer.find_probes(run, batch)
