@@ -327,18 +327,12 @@ class Completions(NamedTuple):
         return tokenizer.batch_decode([ids[:n] for ids, n in rows], skip_special_tokens=True)
 
 
-def grouped_attention(
-    module, query: Tensor, key: Tensor, value: Tensor, mask, past=None, **options
-):
+def grouped_attention(module, query: Tensor, key: Tensor, value: Tensor, mask, **options):
     """Attention [B, heads, queries, D] for transformers. With one query a row, the heads that share
-    a key and value head stand in for queries, so that no head needs a copy of the cache.
-
-    Args:
-        past: keys and values before these, by layer: a credit method may give them to a forward
-            that is computed again in backward, where transformers takes no cache.
-    """
-    if past is not None:
-        key, value = (torch.cat(x, 2) for x in zip(past[module.layer_idx], (key, value)))
+    a key and value head stand in for queries, so that no head needs a copy of the cache."""
+    if (past := getattr(module, "past", None)) is not None:
+        keys, values, lines = past
+        key, value = torch.cat((keys[lines], key), 2), torch.cat((values[lines], value), 2)
     if query.shape[2] > 1:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     groups = query.view(len(query), key.shape[1], -1, query.shape[3])
@@ -349,6 +343,24 @@ def grouped_attention(
 
 AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+@contextlib.contextmanager
+def seeing(model: torch.nn.Module, cache: DynamicCache, lines: Tensor):
+    """Inside it, row b of a forward also sees the keys and values of line lines[b] of the cache.
+
+    They lie in the modules: transformers takes no cache where layers are computed again in
+    backward, and compiled layers, each with its number in a cache, would share no graph.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    for module in layers:
+        layer = cache.layers[module.layer_idx]
+        module.past = (layer.keys, layer.values, lines)
+    try:
+        yield
+    finally:
+        for module in layers:
+            module.past = None
 
 
 class RMSNorm(torch.nn.Module):
@@ -585,19 +597,40 @@ class Policy(torch.nn.Module):
         self.model, self.temperature = model, temperature
 
     def forward(
-        self, ids: Tensor, attention: Tensor, prompt_width: int, with_entropy: bool = False
+        self,
+        ids: Tensor,
+        attention: Tensor,
+        prompt_width: int,
+        with_entropy: bool = False,
+        prompts: tuple[Tensor, Tensor] | None = None,
     ) -> TokenStats:
-        base = self.model.get_base_model()
+        """With `prompts`, from `different_prompts`, each is read only once, without gradient."""
+        base, width = self.model.get_base_model(), prompt_width
         positions = (attention.long().cumsum(1) - 1).clamp(min=0)
-        inputs = {"attention_mask": attention.long(), "position_ids": positions}
-        hidden = base.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
-        hidden = hidden[:, prompt_width - 1 : -1]
-        targets, head = ids[:, prompt_width:], base.get_output_embeddings()
+        inputs = {"input_ids": ids, "attention_mask": attention.long(), "position_ids": positions}
+        if prompts is None or ids.shape[1] < width + 2:
+            hidden = base.base_model(**inputs, use_cache=False).last_hidden_state[:, width - 1 : -1]
+        else:
+            hidden = self.after_prompts(base.base_model, inputs, width, *prompts)
+        targets, head = ids[:, width:], base.get_output_embeddings()
         chunk = max(1, 2**26 // head.weight.shape[0])  # tokens: 256 MiB of fp32 logits
         parts = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk))
         out = [checkpoint(self.stats, head, *x, with_entropy, use_reentrant=False) for x in parts]
         logp, *entropy = (torch.cat(values).view(targets.shape) for values in zip(*out))
         return TokenStats(logp, entropy[0] if with_entropy else None, hidden)
+
+    def after_prompts(self, body, inputs: dict, width: int, rows: Tensor, lines: Tensor) -> Tensor:
+        """Last hidden states [B, T, H] that predict the completions."""
+        read, cache = {name: x[rows, :width] for name, x in inputs.items()}, DynamicCache()
+        with torch.compiler.set_stance("force_eager"):  # with a cache each layer would be compiled
+            start = body(**read, past_key_values=cache, use_cache=True).last_hidden_state
+        rest = {name: x[:, width:-1] for name, x in inputs.items()}  # [B, T - 1]
+        real = inputs["attention_mask"][:, None, :-1] > 0
+        place = torch.arange(real.shape[2], device=real.device)
+        rest["attention_mask"] = (real & (place <= place[width:, None]))[:, None]
+        with seeing(body, cache, lines):
+            after = body(**rest, use_cache=False).last_hidden_state
+        return torch.cat((start[lines, -1:], after), 1)
 
     def stats(self, head, hidden: Tensor, targets: Tensor, with_entropy: bool) -> tuple:
         """Log-probs [N], and entropies [N] if asked for, of one chunk of hidden states [N, H]."""
@@ -860,7 +893,7 @@ def gradient_scores(run: "Run", micro: Batch, probes: list[Probe]) -> tuple[list
     cache = DynamicCache()
     read = embed(model, [torch.tensor(prompt, device=device) for prompt in lines])  # [U, P, H]
     hidden_states(run, model, inputs_embeds=read, past_key_values=cache, use_cache=True)
-    past = [(layer.keys[line], layer.values[line]) for layer in cache.layers]  # [B, heads, P, D]
+    line = torch.tensor(line, device=device)
     begins = torch.tensor([[probe.begin] for probe in probes], device=device)
     embeds, answers = embed(model, [p.ids[p.begin :] for p in probes]), right_aligned(probes)
     place = torch.arange(embeds.shape[1], device=device)  # [N]
@@ -871,15 +904,17 @@ def gradient_scores(run: "Run", micro: Batch, probes: list[Probe]) -> tuple[list
     last = lengths + torch.arange(-answers.shape[1], 0, device=device)  # [B, A]
 
     def says(inputs: Tensor) -> Tensor:
-        more = {"attention_mask": mask, "position_ids": begins + place, "past": past}
+        more = {"attention_mask": mask, "position_ids": begins + place}
         hidden = hidden_states(run, model, inputs_embeds=inputs, use_cache=False, **more)
         index = last.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[2])
         return answer_logp(run, hidden.gather(1, index), answers)
 
-    clean, noisy = says(embeds), embeds + noise_like(run, micro, probes, embeds)
-    with torch.enable_grad(), checkpointing(model, run.args.gradient_checkpointing):
-        shift = outcome_shift(clean, says(noisy.requires_grad_())).sum()
-        (gradient,) = torch.autograd.grad(shift, noisy)
+    noisy = (embeds + noise_like(run, micro, probes, embeds)).requires_grad_()
+    with seeing(model, cache, line), checkpointing(model, run.args.gradient_checkpointing):
+        clean = says(embeds)
+        with torch.enable_grad():
+            shift = outcome_shift(clean, says(noisy)).sum()
+            (gradient,) = torch.autograd.grad(shift, noisy)
     saliency = (gradient * embeds).sum(-1).abs()  # [B, N]
     found = [row[: p.end - p.begin] for row, p in zip(saliency, probes, strict=True)]
     tokens = embeds[..., 0].numel()
@@ -1153,6 +1188,16 @@ def micro_batches(run: Run, batch: Batch, index: Tensor, count: int = 0) -> tupl
     return tuple(parts)
 
 
+def different_prompts(micro: Batch) -> tuple[Tensor, Tensor]:
+    """Rows [U] of a micro-batch that have all its different prompts, and which of these each row
+    has [B]."""
+    prompts = torch.where(micro.attention, micro.ids, -1)[:, : micro.prompt_width].tolist()
+    line_of: dict[tuple, int] = {}
+    lines = [line_of.setdefault(tuple(prompt), len(line_of)) for prompt in prompts]
+    rows = [lines.index(line) for line in line_of.values()]
+    return torch.tensor(rows, device=micro.ids.device), torch.tensor(lines, device=micro.ids.device)
+
+
 def training_forward(run: Run, micro: Batch) -> Tensor:
     """Log-probs [B, T] in training mode. LoRA's dropout is seeded by the rows, so that a second
     pass over them, or a resumed run, drops the same."""
@@ -1175,8 +1220,10 @@ def score(run: Run, batch: Batch, one_update: bool) -> dict[str, float]:
         run.check()
         micro, began = batch.select(index), clock(device)
         inputs = (micro.ids, micro.attention, micro.prompt_width)
+        # With several updates the log-probs are an importance ratio's, and rounded as in training.
+        prompts = different_prompts(micro) if one_update else None
         run.policy.eval()
-        adapted = run.policy(*inputs, with_entropy=True)
+        adapted = run.policy(*inputs, with_entropy=True, prompts=prompts)
         # With dropout on, the first update's ratio is 1 only if the old log-probs had it too.
         dropout = args.lora_dropout > 0 and not one_update
         batch.store("logp", index, training_forward(run, micro) if dropout else adapted.logp)
@@ -1185,7 +1232,7 @@ def score(run: Run, batch: Batch, one_update: bool) -> dict[str, float]:
         if args.beta > 0 or needs_base(args):
             run.policy.eval()
             with run.model.disable_adapter():
-                base = run.policy(*inputs)
+                base = run.policy(*inputs, prompts=prompts)
             batch.store("base_logp", index, base.logp)
         compared = clock(device) if not needs_base(args) else scored  # whose was the base pass?
         scores, more = token_scores(run, micro, adapted, base)

@@ -150,6 +150,8 @@ def phases(args, model, dense, memory: LiveBytes, options: argparse.Namespace) -
     optimizer = torch.optim.AdamW(trained, foreach=True)  # as on a GPU
     ids = torch.ones(options.micro_batch, prompt + length, dtype=torch.long)
     inputs = (ids, ids.bool(), prompt)
+    place = torch.arange(options.micro_batch)
+    once = {"prompts": (place[::GROUP], place // GROUP)}
     for _ in range(2):  # in the first, AdamW has no state yet
         memory.phase()
         found = {"weights": memory.live / GIB}
@@ -173,9 +175,9 @@ def phases(args, model, dense, memory: LiveBytes, options: argparse.Namespace) -
         decoder.release()
         memory.phase()
         with torch.no_grad():
-            adapted = policy.eval()(*inputs, with_entropy=True)
+            adapted = policy.eval()(*inputs, with_entropy=True, **once)
             with model.disable_adapter():
-                base = policy(*inputs)
+                base = policy(*inputs, **once)
         del adapted, base
         found["score"] = memory.phase()
         logp = policy.train()(*inputs).logp

@@ -123,7 +123,7 @@ def test_arca_costs_one_forward_more_than_uniform(make_run):
     ):
         run = make_run(credit=credit, beta=beta)
         calls = []
-        run.model.get_base_model().model.register_forward_hook(lambda *_, c=calls: c.append(1))
+        run.policy.register_forward_hook(lambda *_, c=calls: c.append(1))
         trainer.score(run, fresh_batch(), one_update=True)
         assert len(calls) == passes, (credit, beta)
 

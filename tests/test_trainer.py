@@ -323,7 +323,7 @@ def test_recomputed_log_probs_are_near_the_sampled_ones_in_bf16(make_run, weight
     _, train_set, _ = trainer.load_data(run.args)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         batch, _, _ = trainer.collect(run, 0, *train_set)
-        trainer.score(run, batch, one_update=True)
+        trainer.score(run, batch, one_update=False)  # the log-probs of the importance ratio
     gap = rollout_metrics(run.accelerator, batch, run.args.num_generations)["sampling_gap_mean"]
     print(f"{weights}: mean |sampled - recomputed| {gap:.4f}")
     assert 1e-4 < gap <= most  # in fp32 it is below the first
@@ -504,6 +504,51 @@ def test_log_probs_entropies_and_hidden_states(make_run, temperature):
             )
             hidden = out.hidden_states[-1][0, -length - 1 : -1]
             assert torch.allclose(stats.hidden[row, :length], hidden, atol=1e-4)
+
+
+def test_prompts_read_once_give_the_same(make_run):
+    """Log-probs, entropies and hidden states, with and without the adapter; and a prompt's tokens
+    go through the policy once, a completion's as before."""
+    run, tokens = make_run(num_generations=4, per_device_train_batch_size=12), []
+    prompts = prompts_of(run, 3)
+    u = torch.rand(12, 24, generator=torch.Generator().manual_seed(0))
+    out = run.sample([prompts[i] for i in (0, 1, 2, 0, 1, 1, 0, 1, 1, 0, 0, 1)], u, **FULL)
+    batch = random_batch()
+    batch.ids, batch.attention, batch.prompt_width = out.ids, out.attention, out.prompt_width
+    rows, lines = once = trainer.different_prompts(batch)
+    assert rows.tolist() == [0, 1, 2] and lines.tolist() == [0, 1, 2, 0, 1, 1, 0, 1, 1, 0, 0, 1]
+    inputs, mask = (out.ids, out.attention, out.prompt_width), batch.mask
+    layer = run.model.get_base_model().base_model.layers[0]
+    layer.register_forward_pre_hook(lambda _, x: tokens.append(x[0][..., 0].numel()))
+    run.policy.eval()
+    for adapter in (contextlib.nullcontext(), run.model.disable_adapter()):
+        with torch.no_grad(), adapter:
+            plain = run.policy(*inputs, with_entropy=True)
+            same = run.policy(*inputs, with_entropy=True, prompts=once)
+        for a, b in zip(plain, same, strict=True):
+            assert a.shape == b.shape and (a - b)[mask].abs().max() < 1e-4
+    width, length = out.prompt_width, mask.shape[1]
+    assert tokens == [12 * (width + length), 3 * width, 12 * (length - 1)] * 2
+    with torch.no_grad():  # completions of one token
+        short = (out.ids[:, : width + 1], out.attention[:, : width + 1], width)
+        assert torch.equal(run.policy(*short, prompts=once).logp, run.policy(*short).logp)
+    batch.ids[1] = batch.ids[0]  # the same ids but for padding are not the same prompt
+    batch.attention[:2, 0] = torch.tensor([True, False])
+    assert trainer.different_prompts(batch)[1].tolist()[:2] == [0, 1]
+
+
+def test_a_score_reads_prompts_once_where_no_ratio_needs_it(make_run):
+    run, tokens = make_run(), []
+    _, train_set, _ = trainer.load_data(run.args)
+    batch, _, _ = trainer.collect(run, 0, *train_set)
+    layer = run.model.get_base_model().base_model.layers[0]
+    layer.register_forward_pre_hook(lambda _, x: tokens.append(x[0][..., 0].numel()))
+    (rows, length), width = batch.mask.shape, batch.prompt_width
+    trainer.score(run, batch, one_update=True)  # two prompts; ARCA has two passes
+    assert tokens == [2 * width, rows * (length - 1)] * 2
+    tokens.clear()
+    trainer.score(run, batch, one_update=False)
+    assert tokens == [rows * (width + length)] * 2
 
 
 def test_padding_with_learned_positions():
@@ -908,11 +953,12 @@ def test_compiled_layers_compute_the_same_without_graph_breaks_or_recompiles(mak
         for seed, (prompt, length) in enumerate([(6, 12), (9, 20), (4, 15), (8, 33)]):
             batch = random_batch(prompt=prompt, length=length, seed=seed)
             inputs = (batch.ids, batch.attention, batch.prompt_width)
+            once = {"prompts": trainer.different_prompts(batch)}
             run.policy.eval()
             with torch.no_grad():
-                found += run.policy(*inputs, with_entropy=True)[:2]
+                found += run.policy(*inputs, with_entropy=True, **once)[:2]
                 with run.model.disable_adapter():
-                    found.append(run.policy(*inputs).logp)
+                    found.append(run.policy(*inputs, **once).logp)
             run.policy.zero_grad()
             logp = trainer.training_forward(run, batch)
             logp[batch.mask].sum().backward()
