@@ -154,10 +154,11 @@ def test_fifty_kills_at_random_moments(tmp_path):
     out = tmp_path / "whole/out"
     first, last = ((out / name).stat().st_mtime for name in ("config.json", "summary.json"))
     moments, folders = random.Random(0), [tmp_path / str(i) for i in range(count)]
-    stops = [{"signal": signal.SIGKILL, "after": moments.uniform(0, 1.5) * (last - first)}
-             for _ in folders]  # fmt: skip
-    for stop in stops:
-        stop["when"] = "out/config.json"
+    stops = []  # each from a point that the run reaches, however slow the machine is by then
+    for i in range(count):
+        point = ["config.json", "checkpoint-1", "checkpoint-2", "checkpoint-3"][i % 4]
+        stops.append({"signal": signal.SIGKILL, "after": moments.uniform(0, (last - first) / 3)})
+        stops[-1]["when"] = f"out/{point}"
     cases = [case(f, stop=stop, **flags) for f, stop in zip(folders, stops, strict=True)]
     codes = run(tmp_path, cases)
     killed = [f for f, code in zip(folders, codes, strict=True) if code == str(-signal.SIGKILL)]
