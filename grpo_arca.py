@@ -359,6 +359,14 @@ def fuse_norms(model: torch.nn.Module) -> None:
             model.set_submodule(name, RMSNorm(module))
 
 
+def different_prompts(prompts: list[list[int]], device) -> tuple[Tensor, Tensor]:
+    """Places [U] of all the different ones among B prompts, and which of those each is [B]."""
+    line_of: dict[tuple, int] = {}
+    lines = [line_of.setdefault(tuple(prompt), len(line_of)) for prompt in prompts]
+    places = [lines.index(line) for line in line_of.values()]
+    return torch.tensor(places, device=device), torch.tensor(lines, device=device)
+
+
 class Decoder:
     """Samples up to `length` tokens for each of `batch` prompts of up to `width`.
 
@@ -454,10 +462,7 @@ class Decoder:
         self.place.copy_(torch.arange(len(prompts), device=device))
         self.position.copy_(positions[:, -1:])
         self.mask.fill_(low)[:, 0, 0, :width].masked_fill_(real, 0)
-        line_of = {tuple(prompt): line for line, prompt in enumerate(prompts)}
-        order = {prompt: i for i, prompt in enumerate(line_of)}
-        lines = torch.tensor(list(line_of.values()), device=device)  # one of each prompt
-        copies = torch.tensor([order[tuple(prompt)] for prompt in prompts], device=device)
+        lines, copies = different_prompts(prompts, device)
         causal = self.mask.new_full((width, width), low).triu(1)
         mask, read = torch.minimum(self.mask[lines, ..., :width], causal), DynamicCache()
         inputs = {"attention_mask": mask, "position_ids": positions[lines]}
@@ -644,6 +649,10 @@ class Batch:
     def mask(self) -> Tensor:
         """[N, T] bool: the completions, stop tokens included."""
         return self.attention[:, self.prompt_width :]
+
+    def padded_prompts(self) -> list[list[int]]:
+        """The prompts' tokens, -1 for padding."""
+        return torch.where(self.attention, self.ids, -1)[:, : self.prompt_width].tolist()
 
     def select(self, index: Tensor) -> "Batch":
         """Rows `index`, without the padding that none of them needs."""
@@ -932,16 +941,6 @@ def micro_batches(run: Run, batch: Batch, index: Tensor, count: int = 0) -> tupl
     return tuple(parts)
 
 
-def different_prompts(micro: Batch) -> tuple[Tensor, Tensor]:
-    """Rows [U] of a micro-batch that have all its different prompts, and which of these each row
-    has [B]."""
-    prompts = torch.where(micro.attention, micro.ids, -1)[:, : micro.prompt_width].tolist()
-    line_of: dict[tuple, int] = {}
-    lines = [line_of.setdefault(tuple(prompt), len(line_of)) for prompt in prompts]
-    rows = [lines.index(line) for line in line_of.values()]
-    return torch.tensor(rows, device=micro.ids.device), torch.tensor(lines, device=micro.ids.device)
-
-
 def training_forward(run: Run, micro: Batch) -> Tensor:
     """Log-probs [B, T] in training mode. LoRA's dropout is seeded by the rows, so that a second
     pass over them, or a resumed run, drops the same."""
@@ -965,7 +964,7 @@ def score(run: Run, batch: Batch, one_update: bool) -> dict[str, float]:
         micro, began = batch.select(index), clock(device)
         inputs = (micro.ids, micro.attention, micro.prompt_width)
         # With several updates the log-probs are an importance ratio's, and rounded as in training.
-        prompts = different_prompts(micro) if one_update else None
+        prompts = different_prompts(micro.padded_prompts(), device) if one_update else None
         run.policy.eval()
         adapted = run.policy(*inputs, with_entropy=True, prompts=prompts)
         # With dropout on, the first update's ratio is 1 only if the old log-probs had it too.

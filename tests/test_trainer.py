@@ -515,7 +515,7 @@ def test_prompts_read_once_give_the_same(make_run):
     out = run.sample([prompts[i] for i in (0, 1, 2, 0, 1, 1, 0, 1, 1, 0, 0, 1)], u, **FULL)
     batch = random_batch()
     batch.ids, batch.attention, batch.prompt_width = out.ids, out.attention, out.prompt_width
-    rows, lines = once = trainer.different_prompts(batch)
+    rows, lines = once = trainer.different_prompts(batch.padded_prompts(), "cpu")
     assert rows.tolist() == [0, 1, 2] and lines.tolist() == [0, 1, 2, 0, 1, 1, 0, 1, 1, 0, 0, 1]
     inputs, mask = (out.ids, out.attention, out.prompt_width), batch.mask
     layer = run.model.get_base_model().base_model.layers[0]
@@ -534,7 +534,7 @@ def test_prompts_read_once_give_the_same(make_run):
         assert torch.equal(run.policy(*short, prompts=once).logp, run.policy(*short).logp)
     batch.ids[1] = batch.ids[0]  # the same ids but for padding are not the same prompt
     batch.attention[:2, 0] = torch.tensor([True, False])
-    assert trainer.different_prompts(batch)[1].tolist()[:2] == [0, 1]
+    assert trainer.different_prompts(batch.padded_prompts(), "cpu")[1].tolist()[:2] == [0, 1]
 
 
 def test_a_score_reads_prompts_once_where_no_ratio_needs_it(make_run):
@@ -953,7 +953,7 @@ def test_compiled_layers_compute_the_same_without_graph_breaks_or_recompiles(mak
         for seed, (prompt, length) in enumerate([(6, 12), (9, 20), (4, 15), (8, 33)]):
             batch = random_batch(prompt=prompt, length=length, seed=seed)
             inputs = (batch.ids, batch.attention, batch.prompt_width)
-            once = {"prompts": trainer.different_prompts(batch)}
+            once = {"prompts": trainer.different_prompts(batch.padded_prompts(), "cpu")}
             run.policy.eval()
             with torch.no_grad():
                 found += run.policy(*inputs, with_entropy=True, **once)[:2]
