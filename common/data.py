@@ -8,24 +8,21 @@ import os
 import random
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.reward import last_boxed
+from common.reward import boxed_span, call_reward_func, last_boxed
 
 
 class Problem(NamedTuple):
-    """One problem. `steps` is empty but for the embedded task, whose every step can be checked."""
-
     prompt: str | list  # text, or chat messages
     answer: str
-    steps: tuple[int, ...] = ()  # the right result of each step, in order
+    steps: tuple[int, ...] = ()  # the right result of each step; of the embedded task only
+    columns: dict = {}  # noqa: RUF012  the row without its prompt; never written to
 
 
-# --------------------------------------------------------------------------------------------------
-# The embedded task: "Start with 23, add 19, double it." -> worked steps -> \boxed{84}
-# --------------------------------------------------------------------------------------------------
+# The embedded task: "Start with 23, add 19, double it." -> worked steps -> \boxed{84} ------------
 class Operation(NamedTuple):
     name: str  # "add" | "subtract" | "multiply"
     operand: int
@@ -47,10 +44,8 @@ class Chain(NamedTuple):
 
     def results(self) -> tuple[int, ...]:
         """The right value after each operation."""
-        values = [self.start]
-        for operation in self.operations:
-            values.append(operation.apply(values[-1]))
-        return tuple(values[1:])
+        values = itertools.accumulate(self.operations, lambda v, o: o.apply(v), initial=self.start)
+        return tuple(values)[1:]
 
     def prompt(self) -> str:
         return f"Start with {self.start}, " + ", ".join(o.phrase() for o in self.operations) + "."
@@ -79,7 +74,8 @@ def chain_problems(count: int, held_out: bool, seed: int = 0) -> list[Problem]:
     rng, chains = random.Random(f"{seed} {held_out}"), {}
     while len(chains) < count:
         chains[random_chain(rng, held_out)] = None  # a dict keeps the order and drops repeats
-    return [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
+    problems = [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
+    return [problem._replace(columns={"answer": problem.answer}) for problem in problems]
 
 
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
@@ -87,11 +83,9 @@ _SENTENCE_END = re.compile(r"\.(?![0-9])")
 
 
 def stated_results(text: str, num_steps: int) -> list[tuple[int, int]]:
-    """Character span of the result that each step states: the last number of its sentence.
-
-    The first sentence states the start, the next `num_steps` one step each. A sentence without a
-    number has an empty span at its end, a step that is not there one at the end of the text.
-    """
+    """Character span of the result that each step states: the last number of its sentence (the
+    first states the start). A sentence without a number has an empty span at its end, a step that
+    is not there one at the end of the text."""
     spans, begin = [], 0
     stops = [m.start() for m in itertools.islice(_SENTENCE_END.finditer(text), num_steps + 1)]
     for stop in (stops + [len(text)] * (num_steps + 1))[: num_steps + 1]:
@@ -101,38 +95,48 @@ def stated_results(text: str, num_steps: int) -> list[tuple[int, int]]:
     return spans[1:]
 
 
-def boxed_span(text: str) -> tuple[int, int]:
-    """Where the content of the box that the grader reads stands; at the end of text without one."""
-    content = last_boxed(text)
-    if content is None:
-        return len(text), len(text)
-    begins, closed = [m.end() for m in re.finditer(r"\\boxed\s*\{", text)], content + "}"
-    begin = max(begin for begin in begins if text.startswith(closed, begin))
-    return begin, begin + len(content)
-
-
 def first_error(text: str, problem: Problem) -> int | None:
-    """Character at which a chain first goes wrong, None if every step and the answer are right.
-
-    It is the first one that differs from the right result, `len(text)` if what is wrong is that
-    the text ends.
-    """
-    claims = [*stated_results(text, len(problem.steps)), boxed_span(text)]
+    """The first character of a chain that differs from a right result or the boxed answer:
+    `len(text)` if what is wrong is that the text ends, None if all are right."""
+    claims = [*stated_results(text, len(problem.steps)), boxed_span(text) or (len(text), len(text))]
     for (begin, end), right in zip(claims, [*map(str, problem.steps), problem.answer], strict=True):
         if text[begin:end] != right:
             return begin + len(os.path.commonprefix([text[begin:end], right]))
     return None
 
 
-def token_roles(pieces: Sequence[str], problem: Problem) -> list[str]:
-    """What each token of a completion of an embedded problem decides.
+def correctness(grader, texts: Sequence[str], problems: Sequence[Problem]) -> list[float]:
+    """1 for a right final answer, else 0. An embedded chain must get every step right as well:
+    slips that cancel earn nothing."""
+    verdicts = grader.grade(texts, [problem.answer for problem in problems])
+    return [
+        verdict * (not problem.steps or first_error(text, problem) is None)
+        for verdict, text, problem in zip(verdicts, texts, problems, strict=True)
+    ]
 
-    Args:
-        pieces: the text of each token, whose concatenation is the completion.
-    Returns:
-        one of "decisive" (a digit of a step's stated result), "first_wrong" (the token at which the
-        solution first goes wrong, the last one if it ends too early; at most one) and "" for each.
-    """
+
+def rewards_of(
+    grader, functions: dict[str, Callable | None], texts: list[str],
+    completion_ids: list[list[int]], problems: Sequence[Problem],
+) -> dict[str, list[float]]:  # fmt: skip
+    """Values of each reward function by name; None is `correctness`. A function is given the
+    columns that every problem has."""
+    rows = [problem.columns for problem in problems]
+    shared = [key for key in (rows[0] if rows else ()) if all(key in row for row in rows)]
+    columns = {key: [row[key] for row in rows] for key in shared}
+    given = ([problem.prompt for problem in problems], texts, completion_ids, columns)
+    return {
+        name: correctness(grader, texts, problems)
+        if function is None
+        else call_reward_func(name, function, *given)
+        for name, function in functions.items()
+    }
+
+
+def token_roles(pieces: Sequence[str], problem: Problem) -> list[str]:
+    """What each token (by its text) of a completion of an embedded problem decides: "decisive" (a
+    digit of a step's stated result), "first_wrong" (the one token at which the solution first goes
+    wrong, the last one if it ends too early) or ""."""
     text = "".join(pieces)
     spans, error = stated_results(text, len(problem.steps)), first_error(text, problem)
     error = -1 if error is None else min(error, len(text) - 1)
@@ -146,9 +150,7 @@ def token_roles(pieces: Sequence[str], problem: Problem) -> list[str]:
     return roles
 
 
-# --------------------------------------------------------------------------------------------------
-# Data sets
-# --------------------------------------------------------------------------------------------------
+# Data sets ----------------------------------------------------------------------------------------
 EMBEDDED = "chain_arithmetic"
 PROMPT_COLUMNS, ANSWER_COLUMNS = ("problem", "question", "prompt"), ("answer", "solution")
 KNOWN_CONFIGS = {"openai/gsm8k": "main"}
@@ -180,10 +182,8 @@ def pick_column(present: Sequence[str], named: str | None, known: Sequence[str],
 def read_split(name: str, config: str | None, split: str) -> list[dict]:
     """Rows of one split of a Hub data set or of a local .jsonl, .json or .parquet file."""
     path, kind = Path(name), FILE_KINDS.get(Path(name).suffix)
-    if kind and not path.is_file():
-        raise DataError(f"there is no file {name}: check the path")
-    if kind and path.stat().st_size == 0:
-        raise DataError(f"{name} is empty: give a file with problems in it")
+    if kind and not (path.is_file() and path.stat().st_size):
+        raise DataError(f"{name} is missing or empty: check the path, give a file with problems")
     import datasets  # costs a second, and the embedded task does without
 
     datasets.disable_progress_bars()
@@ -222,7 +222,8 @@ def parse_rows(
         if answer is None and answer_key != "solution":
             answer = text.strip()
         if prompt and answer:
-            problems.append(Problem(prompt, answer))
+            columns = {key: row[key] for key in row if key != prompt_key}
+            problems.append(Problem(prompt, answer, columns=columns))
     if not problems:
         raise DataError(
             f"no row of {name} has a prompt in {prompt_key} and a final answer in {answer_key}: "
@@ -237,16 +238,9 @@ def parse_rows(
 
 
 def load_problems(args) -> tuple[list[Problem], list[Problem]]:
-    """Training problems and held-out ones, which never share a prompt.
-
-    The held-out ones come from `eval_dataset_name` if given, else from the test split, else (a
-    local file) from a fifth of its rows at most, the same ones for every seed.
-
-    Args:
-        args: the flags dataset_*, eval_dataset_name, *_column, max_eval_samples and seed.
-    Raises:
-        DataError: with a sentence for the user.
-    """
+    """Training problems and held-out ones, which never share a prompt. The latter come from
+    `eval_dataset_name` if given, else from the test split, else (a local file) from a fifth of its
+    rows at most, the same ones for every seed."""
     name, config, count = args.dataset_name, args.dataset_config, args.max_eval_samples
 
     def read(source: str, config: str | None, split: str) -> list[Problem]:
@@ -259,10 +253,9 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
         train = chain_problems(4096, held_out=False, seed=args.seed)
     else:
         train = read(name, config, args.dataset_train_split)
-    has_one_split = name in ONLY_SPLITS or Path(name).suffix in FILE_KINDS
     if args.eval_dataset_name:
         held_out = read(args.eval_dataset_name, None, args.dataset_test_split)
-    elif has_one_split:
+    elif name in ONLY_SPLITS or Path(name).suffix in FILE_KINDS:  # it has one split
         held_out = list(train)
         count = max(1, min(count, len(train) // 5))
     else:
@@ -290,18 +283,11 @@ def _epoch_order(epoch: int, count: int, seed: int) -> list[int]:
 
 
 def encode_prompt(
-    tokenizer,
-    prompt: str | list,
-    system_prompt: str | None = None,
+    tokenizer, prompt: str | list, system_prompt: str | None = None,
     template_kwargs: dict | None = None,
-) -> list[int]:
-    """Token ids of a prompt: by the chat template, or as plain text where a tokenizer has none.
-
-    A template writes its own BOS, so none is added to its text; plain text gets the tokenizer's.
-
-    Raises:
-        DataError: the template refuses the messages, as some do a system message.
-    """
+) -> list[int]:  # fmt: skip
+    """Token ids of a prompt: by the chat template, which writes its own BOS, or as plain text where
+    a tokenizer has none."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt:
         messages = [{"role": "system", "content": system_prompt}, *messages]
@@ -318,16 +304,8 @@ def encode_prompt(
 
 
 def load_data(args):
-    """Tokenizer, (problems, prompts) to train on and (problems, prompts) held out.
-
-    Everything is checked against the model's context before the model is loaded.
-
-    Args:
-        args: the flags of `load_problems`, model_*, system_prompt, chat_template_kwargs and
-            max_completion_length.
-    Raises:
-        DataError: with a sentence for the user.
-    """
+    """Tokenizer, (problems, prompts) to train on and (problems, prompts) held out, all of which fit
+    into the model's context: that is checked before the model is loaded."""
     from transformers import AutoConfig, AutoTokenizer
 
     name, where = args.model_name_or_path, {"revision": args.model_revision}
@@ -340,7 +318,12 @@ def load_data(args):
         raise DataError(f"the tokenizer of {name} has no EOS token: set eos_token in its files")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # the trainer's masks come from lengths
-    sets, style = load_problems(args), (args.system_prompt, json.loads(args.chat_template_kwargs))
+    try:
+        style = (args.system_prompt, dict(json.loads(args.chat_template_kwargs)))
+    except (TypeError, ValueError) as error:
+        needs = '--chat_template_kwargs must be JSON such as {"enable_thinking": false}'
+        raise DataError(needs) from error
+    sets = load_problems(args)
     prompts = [[encode_prompt(tokenizer, p.prompt, *style) for p in problems] for problems in sets]
     if not all(prompts[0] + prompts[1]):
         raise DataError(f"the tokenizer of {name} turns a prompt into no tokens: use another model")
@@ -354,3 +337,32 @@ def load_data(args):
             f"context of {context}: {advice}"
         )
     return tokenizer, (sets[0], prompts[0]), (sets[1], prompts[1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Rewards of a batch
+# --------------------------------------------------------------------------------------------------
+def completions_of(run, batch) -> tuple[list[list[int]], list[str]]:
+    """Token ids and text of each completion of a batch (grpo_*.py's Batch)."""
+    pairs = zip(batch.ids[:, batch.prompt_width :], batch.mask, strict=True)
+    ids = [tokens[real].tolist() for tokens, real in pairs]
+    return ids, run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def grade_batch(run, batch, problems: Sequence[Problem]) -> list[float]:
+    """`correctness` of a batch."""
+    return correctness(run.grader, completions_of(run, batch)[1], problems)
+
+
+def reward_batch(run, batch, problems: Sequence[Problem], metrics: dict) -> list[float]:
+    """The weighted sum of the reward functions for each completion. Writes each function's mean
+    over all processes under TRL's name."""
+    ids, texts = completions_of(run, batch)
+    functions = {name: function for name, (function, _) in run.reward_funcs.items()}
+    parts = rewards_of(run.grader, functions, texts, ids, problems)
+    for name, part in parts.items():
+        mean = batch.sampled_logp.new_tensor(sum(part) / len(part))
+        metrics[f"rewards/{name}/mean"] = run.accelerator.reduce(mean, "mean").item()
+    weights = [weight for _, weight in run.reward_funcs.values()]
+    rows = zip(*parts.values(), strict=True)
+    return [sum(w * x for w, x in zip(weights, row, strict=True)) for row in rows]

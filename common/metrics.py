@@ -1,48 +1,44 @@
 """What a run leaves behind: numbers (pass@k, weight statistics, metrics.jsonl), curves.png,
-credit.html (every token tinted by its credit weight) and the model card of the adapter.
-`write_report` writes all that a reader opens.
+credit.html (every token tinted by its credit weight) and the model card of the adapter. Only torch
+is heavy here: matplotlib and huggingface_hub are imported where they write."""
 
-torch is the only heavy import here; matplotlib is imported in write_curves, so that a training
-script does not pay for it at start-up.
-"""
-
+import contextlib
 import errno
 import html
+import importlib.metadata
 import json
 import math
 import os
 import resource
 import string
+import subprocess
 import sys
+import time
 import unicodedata
 from pathlib import Path
 from typing import Any, Callable
 
+import psutil
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from common.data import Problem, token_roles
 
 PAGE_TEMPLATE = Path(__file__).with_name("credit_page.html")
 FULL_TINT = 3.0  # a token of this weight (in units of the completion's mean) has the full tint
 TINT_LEVELS = 12  # .k0 ... .k12 in credit_page.html
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-NEWLINE = "↵\n"  # a newline within a completion: the mark is what gets the tint
-CORRECT_ABOVE = 0.5  # a completion with a larger reward stands in the "correct" column
+ACCURACY = "accuracy_reward"  # the reward function that judges the final answer
+UNIFORM = "All weights are 1: the adapter has not moved yet, or the method is uniform."
 BLUE, ORANGE, GREEN, SKY, GREY, PURPLE = (  # Okabe-Ito: distinct for colour-blind readers
     "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#8A8F98", "#CC79A7"
 )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------- numbers
-
-
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased chance that k of n samples, c of them correct, hold a correct one.
-
-    1 - C(n-c, k) / C(n, k) in product form, which cannot overflow (Chen et al. 2021,
-    arXiv 2107.03374, eq. 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
-    """
+    """Unbiased chance that k of n samples, c of them correct, hold a correct one: 1 - C(n-c, k) /
+    C(n, k) in product form, which cannot overflow (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}, k={k}")
     if n - c < k:  # fewer than k wrong samples: every draw of k holds a correct one
@@ -61,13 +57,10 @@ def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
       top10_mass  share of the total in the ceil(n/10) largest weights
     NaN where a completion has n <= 1 tokens or zero total weight: use nanmean.
     """
-    keep = mask.bool()
-    w = torch.where(keep, weights.double(), 0.0)  # [B, T]; where, not *: NaN * 0 is NaN
-    n = keep.sum(1, keepdim=True)  # [B, 1]
+    w = torch.where(mask.bool(), weights.double(), 0.0)  # [B, T]; where, not *: NaN * 0 is NaN
+    n = mask.bool().sum(1, keepdim=True)  # [B, 1]
     total = w.sum(1, keepdim=True)  # [B, 1]
-    # Ascending, so that the padding's zeros come first and the last n places are the
-    # completion's; a zero of its own that trades places with padding adds nothing either way.
-    ranked = w.sort(dim=1).values  # [B, T]
+    ranked = w.sort(dim=1).values  # [B, T], the padding's zeros first, and zeros add nothing
     place = torch.arange(w.shape[1], device=w.device)  # [T]
     rank = place - (w.shape[1] - n) + 1  # [B, T], 1 ... n on the completion
     p = ranked / total  # [B, T], NaN in rows without weight
@@ -81,54 +74,104 @@ def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
     return {key: torch.where(valid, value, math.nan).float() for key, value in stats.items()}
 
 
-def eval_metrics(verdicts: list[tuple[str, int, float]]) -> dict[str, float]:
-    """Accuracies of an evaluation, from ("greedy" | "sampled", problem, 1.0 or 0.0) triples.
+def control_weights(kind: str, weights: Tensor, mask: Tensor, u: Tensor) -> Tensor:
+    """Weights [B, T] that know nothing of the tokens, inside the mask, by uniforms u [B, T]:
+    "shuffled" permutes each row's; "random" is log-normal, each row with that row's sum and
+    concentration (EffN/T of exp(sigma * z) falls as sigma grows, so bisection finds sigma)."""
+    if kind == "shuffled":
+        order = torch.where(mask, u, 2.0).argsort(dim=1, stable=True)  # the rest stays put
+        return weights.gather(1, order)
+    target, z = weight_stats(weights, mask)["effn"], torch.special.ndtri(u.clamp(1e-6, 1 - 1e-6))
+    low, high = torch.zeros_like(target), torch.full_like(target, 50.0)
+    for _ in range(40):
+        sigma = (low + high) / 2
+        drawn = torch.where(mask, (sigma[:, None] * z).exp().clamp(max=1e30), 0.0)
+        flatter = weight_stats(drawn, mask)["effn"] > target  # NaN (one token) counts as no
+        low, high = torch.where(flatter, sigma, low), torch.where(flatter, high, sigma)
+    drawn = drawn / drawn.sum(1, keepdim=True) * (weights * mask).sum(1, keepdim=True)
+    return torch.where(mask & (target[:, None] < 1 - 1e-6), drawn, weights)
 
-    sampled_accuracy is the mean over samples; pass@k is the unbiased estimate for k = 2, 4, ... and
-    the number of samples a problem.
-    """
-    greedy = [right for kind, _, right in verdicts if kind == "greedy"]
-    sampled: dict[int, list[float]] = {}
+
+@torch.no_grad()
+def gap_to_stock(run: Any, batch: Any) -> float:
+    """Nats between the log-probs of a batch whose rows end together, sampled or recomputed, and
+    those of the model as transformers has it: one row at a time, eager attention, no cache."""
+    base, length = run.model.get_base_model(), batch.mask.shape[1]
+    attention = base.config._attn_implementation
+    base.set_attn_implementation("eager")
+    with run.accelerator.autocast():
+        rows = [base(ids[real][None]).logits for ids, real in zip(batch.ids, batch.attention)]
+    base.set_attn_implementation(attention)
+    logits = torch.cat([row[:, -length - 1 : -1] for row in rows]).float() / run.args.temperature
+    stock = logits.log_softmax(-1).gather(2, batch.ids[:, -length:, None]).squeeze(2)  # [B, T]
+    gaps = torch.stack([batch.sampled_logp - stock, batch.logp - stock])
+    return gaps.abs().mean((1, 2)).max().item()
+
+
+def eval_metrics(verdicts: list[tuple[str, int, float]]) -> dict[str, float]:
+    """Accuracies of an evaluation, from ("greedy" | "sampled", problem, 1.0 or 0.0) triples, and
+    pass@k for k = 2, 4, ... and the number of samples a problem."""
+    rights: dict[str, dict[int, list[float]]] = {"greedy": {}, "sampled": {}}
     for kind, problem, right in verdicts:
-        if kind == "sampled":
-            sampled.setdefault(problem, []).append(right)
-    n = len(next(iter(sampled.values())))
-    counts = [int(sum(rights)) for rights in sampled.values()]
-    result = {
-        "greedy_accuracy": sum(greedy) / len(greedy),
-        "sampled_accuracy": sum(counts) / (n * len(counts)),
-    }
+        rights[kind].setdefault(problem, []).append(right)
+    greedy, counts = ([int(sum(x)) for x in rights[kind].values()] for kind in rights)
+    n = len(next(iter(rights["sampled"].values())))
+    result = {"greedy_accuracy": sum(greedy) / len(greedy)}
+    result["sampled_accuracy"] = sum(counts) / (n * len(counts))
     for k in sorted({2**i for i in range(1, n.bit_length())} | {n} - {1}):
         result[f"pass@{k}"] = sum(pass_at_k(n, c, k) for c in counts) / len(counts)
     return result
 
 
-def rollout_metrics(accelerator: Any, batch: Any, num_generations: int) -> dict[str, float]:
-    """Means over a whole rollout, all processes, of a scored batch (grpo_*.py's Batch)."""
+def _averages(batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """name: the values of a scored micro-batch, and what each counts for in their mean."""
     mask, rows = batch.mask, torch.ones_like(batch.rewards)
-    gap = (batch.logp - batch.sampled_logp).abs() * mask
-    means = {  # name: values, and what they are averaged over
+    averages = {
         "reward": (batch.rewards, rows),
         "completion_length": (mask.sum(1), rows),
         "truncated_share": (batch.truncated, rows),
         "entropy": (batch.entropy, mask),
-        "sampling_gap_mean": (gap, mask),
+        "sampling_gap_mean": ((batch.logp - batch.sampled_logp).abs() * mask, mask),
     }
     if batch.base_logp is not None:
-        to_base = batch.base_logp - batch.logp
-        means["kl"] = (to_base.exp() - to_base - 1, mask)  # k3, of the policy that sampled
-    for name, value in weight_stats(batch.weights, mask).items():
-        means[f"weight_{name}"] = (value.nan_to_num(0.0), value.isfinite())
-    sums = torch.stack([torch.stack([(v * w).sum(), w.sum()]).float() for v, w in means.values()])
-    sums = accelerator.reduce(sums, "sum").tolist()
-    result = {name: s / n if n else 0.0 for name, (s, n) in zip(means, sums, strict=True)}
-    order = accelerator.gather(batch.rows).argsort()
-    advantages = accelerator.gather(batch.advantages)[order].view(-1, num_generations)
+        to_base = (batch.base_logp - batch.logp) * mask
+        averages["kl"] = (to_base.exp() - to_base - 1, mask)  # k3, of the policy that sampled
+    for name, x in weight_stats(batch.weights, mask).items():
+        averages[f"weight_{name}"] = (x.nan_to_num(0.0), x.isfinite())
+    return averages
+
+
+def rollout_metrics(run: Any, micros: list, seconds: float) -> dict[str, float]:
+    """Means over a whole rollout, all processes, of scored micro-batches (grpo_*.py's Batch); a
+    mean over nothing is left out. reward_timeouts: of all processes since they were started."""
+    accelerator, sums, gap = run.accelerator, 0.0, 0.0
+    for batch in micros:
+        averages = _averages(batch)
+        pairs = [torch.stack([(x * w).sum(), w.sum()]).double() for x, w in averages.values()]
+        sums, gap = sums + torch.stack(pairs), max(gap, averages["sampling_gap_mean"][0].max())
+    timeouts = sums.new_tensor([[run.grader.timeouts, 0.0]])
+    *sums, timeouts = accelerator.reduce(torch.cat([sums, timeouts]), "sum").tolist()
+    result = {name: total / n for name, (total, n) in zip(averages, sums, strict=True) if n}
+    rows = accelerator.gather(torch.cat([batch.rows for batch in micros]))
+    advantages = accelerator.gather(torch.cat([batch.advantages for batch in micros]))
+    advantages = advantages[rows.argsort()].view(-1, run.args.num_generations)
     result["zero_std_share"] = (advantages == 0).all(1).float().mean().item()
-    result["sampling_gap_max"] = accelerator.gather(gap.max()[None]).max().item()
-    result["rollout_tokens"] = accelerator.reduce(mask.sum(), "sum").item()
-    result["accuracy"] = result["reward"]  # the reward is correctness itself
+    result["sampling_gap_max"] = accelerator.gather(gap[None]).max().item()
+    result["rollout_tokens"] = dict(zip(averages, sums))["entropy"][1]
+    result["tokens_per_second"] = result["rollout_tokens"] / seconds
+    result["reward_timeouts"] = timeouts[0]
+    result["peak_memory_gb"] = peak_memory_gb(accelerator.device)
     return result
+
+
+@contextlib.contextmanager
+def timed(metrics: dict, name: str):
+    """Adds the seconds that its block takes to a metric, with a GPU's work done."""
+    began = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - began
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -139,6 +182,30 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 # ------------------------------------------------------------------------------------ log
+def _git(*command: str) -> str | None:
+    """What git says in the scripts' folder, None outside a checkout or without git."""
+    command = ("git", "-C", str(Path(__file__).parents[1]), *command)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+
+def environment() -> dict[str, Any]:
+    """What a run's figures depend on besides its flags: code, versions, machine, command line."""
+    commit, versions = _git("rev-parse", "HEAD"), {"python": sys.version.split()[0]}
+    for package in ("torch", "transformers", "peft", "accelerate", "bitsandbytes"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    hardware = {
+        "cpu": cpuinfo.partition("model name\t: ")[2].split("\n")[0] or os.uname().machine,
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+    status = _git("status", "--porcelain", "--", "*.py")
+    code = {"commit": commit, "dirty": None if status is None else status != ""}
+    return code | {"versions": versions, "hardware": hardware, "command": sys.argv}
 
 
 def _plain(value: Any) -> Any:
@@ -154,65 +221,115 @@ def _plain(value: Any) -> Any:
     return value
 
 
-class RunLog:
-    """metrics.jsonl in output_dir: one JSON object per optimizer step; config.json beside it.
+def _flat(row: dict) -> dict:
+    """A row with each figure of its evaluation as a figure of its own, "eval/<name>"."""
+    evals = {f"eval/{name}": value for name, value in (row.get("eval") or {}).items()}
+    return {name: value for name, value in row.items() if name != "eval"} | evals
 
-    output_dir None (any process but the main one) keeps the rows and writes nothing.
+
+class RunLog:
+    """metrics.jsonl in output_dir: one JSON object per optimizer step; config.json beside it has
+    the flags and `environment`. track(figures, step) is called after each row is in the file.
+    output_dir None, as of all processes but the main one: nothing is written.
 
     rows: all rows as written, loaded ones too; evals: those of them with an "eval" dict.
-    resume_step > 0 keeps the rows up to that step (the checkpoint's): the steps after it run
-    again. resume_step = 0 starts a new file, over an old one. Raises ValueError when a line
-    other than the last, which a crash may have torn, is not JSON.
+    resume_step > 0 keeps the rows up to the checkpoint of that step: later ones come again.
+    Raises ValueError when a line other than the last, which a crash may have torn, is no row.
     """
 
     def __init__(
-        self, output_dir: str | None, config: dict | None = None, resume_step: int = 0
+        self,
+        output_dir: str | None,
+        config: dict | None = None,
+        resume_step: int = 0,
+        track: Callable[[dict, int], None] = lambda figures, step: None,
     ) -> None:
-        self.rows, self.evals, self.path = [], [], None
+        self.rows, self.evals, self.path, self._track = [], [], None, track
         if output_dir is None:
             return
         self.path = Path(output_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if config is not None:
-            config_text = json.dumps(config, indent=2) + "\n"
-            (self.path.parent / "config.json").write_text(config_text, encoding="utf-8")
-        self.rows: list[dict] = self._load(resume_step) if resume_step > 0 else []
-        self.evals: list[dict] = [row for row in self.rows if row.get("eval")]
+            text = json.dumps(config | {"environment": environment()}, indent=2, default=str)
+            self.path.with_name("config.json").write_text(text + "\n", encoding="utf-8")
+        self.rows = self._load(resume_step) if resume_step > 0 else []
+        self.evals = [row for row in self.rows if row.get("eval")]
         fresh = self.path.with_suffix(".tmp")  # replaced whole: a crash here loses no row
         fresh.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
         os.replace(fresh, self.path)
 
     def _load(self, resume_step: int) -> list[dict]:
-        if not self.path.exists():
-            return []
-        lines = self.path.read_bytes().splitlines()
-        rows = []
+        rows, lines = [], self.path.read_bytes().splitlines() if self.path.exists() else []
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
-            except ValueError as error:  # also bytes that are not UTF-8
-                if number == len(lines):
-                    break
-                raise ValueError(f"{self.path}:{number} is not JSON: {error}") from error
-            if row["step"] <= resume_step:
-                rows.append(row)
+                if row["step"] <= resume_step - ("eval" in row):  # an evaluation follows a save
+                    rows.append(row)
+            except (ValueError, TypeError, KeyError) as error:  # not UTF-8 is a ValueError, too
+                if number < len(lines):
+                    raise ValueError(f"{self.path}:{number} is not a row: {error!r}") from error
         return rows
 
     def write(self, row: dict) -> None:
         """Append one row; it is on its way to the disk when this returns."""
         row = _plain(row)
-        line = json.dumps(row, allow_nan=False)
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:  # closed, so flushed, at each row
-                file.write(line + "\n")
+                file.write(json.dumps(row, allow_nan=False) + "\n")
         self.rows.append(row)
+        figures = _flat(row)
+        step = figures.pop("step")
         if row.get("eval"):
             self.evals.append(row)
+            shown = "  ".join(f"{name} {_number(x, '.3f')}" for name, x in row["eval"].items())
+            if self.path is not None:
+                tqdm.write(f"step {step:4d}, held out: {shown}")
+        self._track(figures, step)
+
+
+def start_log(accelerator: Any, config: dict, resume_step: int) -> RunLog:
+    """A run's log, with its tracker: one that fails is said once, and the run goes on."""
+
+    def attempt(function: Callable, *given: Any) -> None:
+        try:
+            function(*given)
+        except Exception as error:  # whatever a tracker's client raises
+            accelerator.trackers = []
+            tqdm.write(f"going on without {config['report_to']}: {error}", file=sys.stderr)
+
+    named = {} if config["report_to"] == "tensorboard" else {"name": config["run_name"]}
+    flags = {name: str(value) for name, value in config.items()}
+    attempt(accelerator.init_trackers, "grpo", flags, {config["report_to"]: named})
+    folder = config["output_dir"] if accelerator.is_main_process else None
+    return RunLog(folder, config, resume_step, lambda *row: attempt(accelerator.log, *row))
+
+
+def introduction(config: dict, problems: list, held_out: list, processes: int) -> str:
+    """What will be trained on what."""
+    total = config["per_device_train_batch_size"] * config["steps_per_generation"] * processes
+    kind = f"{'NF4' if config['load_in_4bit'] else 'unquantised'}, LoRA of rank {config['lora_r']}"
+    return (
+        f"{config['credit']} credit for {config['model_name_or_path']} ({kind}) on "
+        f"{config['dataset_name']} ({len(problems)} problems, {len(held_out)} held out): "
+        f"{total // config['num_generations']} prompts x {config['num_generations']} completions "
+        f"of at most {config['max_completion_length']} tokens a rollout, {config['max_steps']} "
+        f"updates at a learning rate of {config['learning_rate']:g}, into {config['output_dir']}"
+    )
+
+
+def hints(metrics: dict[str, float], first: bool) -> list[str]:
+    """What a beginner would not find in a rollout's numbers; `first`: of the run."""
+    found = []
+    if metrics["zero_std_share"] == 1:
+        same = f"every group has equal rewards (all {metrics['reward']:.2f})"
+        found.append(f"{same}, so the gradient is 0: the problems are too easy or too hard")
+    if metrics["truncated_share"] > 0.3 and first:
+        share = f"{metrics['truncated_share']:.0%} of completions are cut off before their end"
+        found.append(f"{share}: raise --max_completion_length")
+    return found
 
 
 # --------------------------------------------------------------------------------- curves
-
-
 def _real(value: Any) -> float:
     """A finite number as it is; None, infinities and everything else as NaN."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
@@ -220,8 +337,7 @@ def _real(value: Any) -> float:
 
 def _series(rows: list[dict], key: str) -> tuple[list[float], list[float]]:
     """(steps, values) of the rows that hold a finite number under key."""
-    points = [(row["step"], _real(row.get(key))) for row in rows]
-    points = [(x, y) for x, y in points if not math.isnan(y)]
+    points = [(row["step"], y) for row in rows if not math.isnan(y := _real(row.get(key)))]
     return [x for x, _ in points], [y for _, y in points]
 
 
@@ -232,58 +348,57 @@ def _smooth(values: list[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _line(ax: Any, rows: list[dict], key: str, label: str, color: str, smooth: bool = True) -> None:
-    """The raw series thin and pale, its smoothed line over it; a few points also get dots."""
-    x, y = _series(rows, key)
+STYLE = {  # of matplotlib
+    "font.size": 13, "axes.titlesize": 15, "axes.edgecolor": "#9aa0a6", "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "xtick.major.size": 0,
+    "ytick.major.size": 0, "grid.color": "#e3e6ea", "legend.frameon": False, "legend.fontsize": 12,
+    "legend.handlelength": 1.1, "legend.handletextpad": 0.4, "legend.columnspacing": 1.0,
+}  # fmt: skip
+PANELS = {  # title: key, label and colour of each line; "(right)": on an axis of its own
+    "Accuracy, held out and in training": [
+        ("accuracy", "training", GREY), ("eval/sampled_accuracy", "sampled", BLUE),
+        ("eval/greedy_accuracy", "greedy", ORANGE),
+    ],
+    "Entropy and KL (nats per token)": [
+        ("entropy", "entropy", BLUE), ("kl", "KL to the base (right)", ORANGE)
+    ],
+    "Concentration of credit": [("weight_gini", "Gini", BLUE), ("weight_effn", "EffN/T", ORANGE)],
+    "Completion length": [
+        ("completion_length", "tokens", BLUE), ("truncated_share", "truncated (right)", ORANGE)
+    ],
+    "Update size": [
+        ("grad_norm", "gradient norm", BLUE), ("clip_fraction", "clip fraction (right)", ORANGE)
+    ],
+    "Seconds per step": [],
+}  # fmt: skip
+
+
+def _line(ax: Any, rows: list[dict], key: str, label: str, color: str) -> None:
+    """The raw series thin and pale, its smoothed line over it; evaluations as they are."""
+    (x, y), right = _series(rows, key), "(right)" in label
     if not x:
         return
-    dots = "o" if len(x) < 12 or not smooth else None
-    if smooth:
+    dots = "o" if len(x) < 12 or "eval/" in key else None
+    if right:
+        ax.plot([], [], color=color, linewidth=2, label=label)  # for the legend
+        ax = ax.twinx()
+        ax.tick_params(axis="y", colors=color)
+    if "eval/" not in key:
         ax.plot(x, y, color=color, alpha=0.3, linewidth=1)
         y = _smooth(y)
     ax.plot(x, y, color=color, linewidth=2, label=label, marker=dots, markersize=5)
+    if right and min(y) >= 0:
+        ax.set_ylim(bottom=0)
 
 
-def _accuracy_panel(ax: Any, rows: list[dict]) -> None:
-    evals = [{**row["eval"], "step": row["step"]} for row in rows if row.get("eval")]
-    _line(ax, rows, "reward", "reward", GREY)
-    _line(ax, evals, "sampled_accuracy", "sampled", BLUE, smooth=False)
-    _line(ax, evals, "greedy_accuracy", "greedy", ORANGE, smooth=False)
-    names = list(dict.fromkeys(key for row in evals for key in row if key.startswith("pass@")))
-    for name in names[-1:]:  # the largest k; all stand in metrics.jsonl
-        _line(ax, evals, name, name, GREEN, smooth=False)
-
-
-def _two_scales(ax: Any, rows: list[dict], left: tuple, right: tuple, percent: bool) -> None:
-    """left and right: (key, label, color); the right one has its own axis, in its own colour."""
-    _line(ax, rows, *left)
-    values = _series(rows, right[0])[1]
-    if not values:
-        return
-    twin = ax.twinx()
-    _line(twin, rows, *right)
-    twin.spines[["top", "left", "bottom"]].set_visible(False)
-    twin.tick_params(axis="y", colors=right[2], length=0)
-    if min(values) >= 0:  # an estimated KL can be negative
-        twin.set_ylim(0, max(0.05 if percent else 0.0, twin.get_ylim()[1]))
-    if percent:
-        twin.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.3g}%")
-    ax.plot([], [], color=right[2], linewidth=2, label=f"{right[1]} (right)")  # for the legend
-
-
-def _seconds_panel(ax: Any, rows: list[dict]) -> None:
+def _seconds(ax: Any, rows: list[dict]) -> None:
+    """Seconds of each phase, stacked."""
     phases = {"rollout": SKY, "score": GREEN, "credit": PURPLE, "update": ORANGE}
-    rows = [row for row in rows if any(_series([row], f"seconds_{name}")[0] for name in phases)]
-    if not rows:
-        return
-    steps = [row["step"] for row in rows]
-    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]  # stairs shows a lone row too
-    base = [0.0] * len(rows)
-    for name, color in phases.items():
-        seconds = [sum(_series([row], f"seconds_{name}")[1]) for row in rows]  # null counts as 0
-        top = [low + more for low, more in zip(base, seconds)]
-        ax.stairs(top, edges, baseline=base, fill=True, color=color, linewidth=0, label=name)
-        base = top
+    rows = [row for row in rows if row.get("seconds_rollout") is not None]
+    edges = [row["step"] + side for row in rows for side in (-0.5, 0.5)]  # shows a lone row too
+    stack = [[row.get(f"seconds_{name}") or 0 for row in rows for _ in range(2)] for name in phases]
+    if rows:
+        ax.stackplot(edges, stack, labels=phases, colors=phases.values(), linewidth=0)
 
 
 def write_curves(path: str, rows: list[dict], title: str) -> None:
@@ -291,52 +406,35 @@ def write_curves(path: str, rows: list[dict], title: str) -> None:
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot: no global figures, no backend switch
 
-    second = ("kl", "KL") if any(_series(rows, "kl")[1]) else ("clip_fraction", "clip fraction")
-    length = ("completion_length", "tokens", BLUE)
-    panels: dict[str, Callable[[Any], None]] = {
-        "Held-out accuracy": lambda ax: _accuracy_panel(ax, rows),
-        "Policy entropy (nats per token)": lambda ax: _line(ax, rows, "entropy", "", BLUE),
-        "Concentration of credit": lambda ax: (
-            _line(ax, rows, "weight_gini", "Gini", BLUE),
-            _line(ax, rows, "weight_effn", "EffN/T", ORANGE),
-        ),
-        "Completion length": lambda ax: _two_scales(
-            ax, rows, length, ("truncated_share", "truncated", ORANGE), percent=True
-        ),
-        "Update size": lambda ax: _two_scales(
-            ax, rows, ("grad_norm", "gradient norm", BLUE), (*second, ORANGE), percent=False
-        ),
-        "Seconds per step": lambda ax: _seconds_panel(ax, rows),
-    }
-    style = {"font.size": 13, "axes.titlesize": 15, "axes.edgecolor": "#9aa0a6"}
-    with matplotlib.rc_context(style):
+    rows = list(map(_flat, rows))
+    passes = [(key, key[5:], GREEN) for row in rows for key in row if key.startswith("eval/pass@")]
+    more = passes[-1:]  # the largest k
+    if _series(rows, "reward") != _series(rows, "accuracy"):  # and there is no room for both
+        more = [("reward", "reward (right)", PURPLE)]
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 8.5), dpi=100, layout="constrained", facecolor="white")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.04)
         figure.suptitle(title, fontsize=18, fontweight="bold", parse_math=False)
-        for ax, (name, draw) in zip(figure.subplots(2, 3).flat, panels.items()):
-            draw(ax)
+        for ax, (name, lines) in zip(figure.subplots(2, 3).flat, PANELS.items()):
+            for line in lines + (more if "Accuracy" in name else []):
+                _line(ax, rows, *line)
+            if not lines:
+                _seconds(ax, rows)
             _finish_panel(ax, name, rows)
         figure.savefig(path, format="png")
 
 
 def _finish_panel(ax: Any, name: str, rows: list[dict]) -> None:
     """Title, legend above the data (so that it hides none), light grid, common x axis."""
-    handles, labels = ax.get_legend_handles_labels()
     ax.set_title(name, loc="left", fontweight="bold", pad=32)
-    ax.spines[["top", "right"]].set_visible(False)
-    if not (ax.lines or ax.patches):
+    if not (ax.lines or ax.collections):
         ax.set_axis_off()
         ax.text(0.5, 0.5, "not logged", ha="center", color=GREY, transform=ax.transAxes)
         return
-    if any(labels):
-        legend = ax.legend(
-            handles, labels, loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=len(labels),
-            frameon=False, handlelength=1.1, handletextpad=0.4, columnspacing=1.0, fontsize=12,
-        )  # fmt: skip
+    if any(ax.get_legend_handles_labels()[1]):
+        legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=5)
         legend.set_in_layout(False)  # a wide one must not narrow its panel
-    ax.grid(axis="y", color="#e3e6ea", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.tick_params(length=0)
+    ax.grid(axis="y")
     ax.locator_params(axis="x", integer=True, nbins=6)
     last = max(row["step"] for row in rows)
     ax.set_xlim(-0.01 * last - 0.5, last * 1.02 + 0.5)
@@ -344,32 +442,19 @@ def _finish_panel(ax: Any, name: str, rows: list[dict]) -> None:
 
 
 # ---------------------------------------------------------------------------- credit page
-
-
-def _visible(text: str, newline: str) -> str:
-    """Hostile text made visible: control, bidi and zero-width marks, lone surrogates -> <U+....>.
-
-    A newline becomes `newline`; other ASCII control characters become their picture (U+2400).
-    """
-    if text.isprintable():
-        return text
-    out = []
-    for char in text:
-        code = ord(char)
-        if char == "\n":
-            out.append(newline)
-        elif char.isprintable() or unicodedata.category(char) == "Zs":
-            out.append(char)
-        elif code < 32:
-            out.append(chr(0x2400 + code))
-        else:
-            out.append("␡" if code == 127 else f"<U+{code:04X}>")
-    return "".join(out)
+def _visible(char: str, newline: str) -> str:
+    """A character of hostile text as the reader sees it: control, bidi and zero-width marks and
+    lone surrogates become <U+....>, ASCII's control characters their pictures (U+2400)."""
+    if char == "\n":
+        return newline
+    if char.isprintable() or unicodedata.category(char) == "Zs":
+        return char
+    return chr(0x2400 + ord(char)) if char < " " else f"<U+{ord(char):04X}>"
 
 
 def _escape(text: Any, newline: str = "\n") -> str:
     """Text -> HTML for an element or a quoted attribute. All text on the page goes through it."""
-    return html.escape(_visible(str(text), newline), quote=True)
+    return html.escape("".join(_visible(char, newline) for char in str(text)), quote=True)
 
 
 def _number(value: Any, form: str) -> str:
@@ -382,13 +467,14 @@ def _token(token: dict, advantage: float) -> str:
     """One <i>, about 110 bytes: a big page has 64,000 of them, so labels live in the CSS."""
     weight = _real(token.get("weight"))
     share = 0.0 if math.isnan(weight) else min(max(weight / FULL_TINT, 0.0), 1.0)
+    text = _escape(token["text"], "↵\n")  # a newline's mark is what gets the tint
     role = {"decisive": " d", "first_wrong": " f"}.get(str(token.get("role")), "")
     return (
         f'<i class="k{round(TINT_LEVELS * share)}{role}" tabindex="0"'
         f' data-t="{_escape(token["text"][:60], "↵")}" data-w="{_number(weight, ".2f")}"'
         f' data-a="{_number(weight * advantage, "+.2f")}"'
         f' data-h="{_number(token.get("entropy"), ".2f")}"'
-        f' data-l="{_number(token.get("logp"), ".2f")}">{_escape(token["text"], NEWLINE)}</i>'
+        f' data-l="{_number(token.get("logp"), ".2f")}">{text}</i>'
     )
 
 
@@ -406,15 +492,19 @@ def _completion(completion: dict) -> str:
 
 
 def _group(group: dict) -> str:
-    correct = [c for c in group["completions"] if _real(c["reward"]) > CORRECT_ABOVE]
-    wrong = [c for c in group["completions"] if not _real(c["reward"]) > CORRECT_ABOVE]
-    columns = ""
-    for name, side in (("Correct", correct), ("Wrong", wrong)):
+    shown, right, note = group["completions"], group.get("correct"), group.get("note")
+    size = group.get("size", len(shown))
+    names = ("Above the group’s mean", "Below") if right is None else ("Correct", "Wrong")
+    count = f"{size} completions" if right is None else f"{right} of {size} correct"
+    count += f", {len(shown)} shown" if len(shown) < size else ""
+    columns, above = "", [c for c in shown if _real(c["advantage"]) > 0]
+    below = [c for c in shown if not _real(c["advantage"]) > 0]
+    for name, side in zip(names, (above, below), strict=True):
         body = "".join(map(_completion, side)) or '<p class="none">none in this group</p>'
         columns += f'<section class="column"><h3>{name} <b>{len(side)}</b></h3>\n{body}</section>\n'
+    note = f'<p class="note">{_escape(note)}</p>\n' if note else ""
     return (
-        f"<details open><summary>Step {_escape(group['step'])} · {len(correct)} of "
-        f"{len(group['completions'])} correct</summary>\n"
+        f"<details open><summary>Step {_escape(group['step'])} · {count}</summary>\n{note}"
         f'<div class="prompt"><h3>Prompt</h3><div class="text">{_escape(group["prompt"])}</div>'
         f'<h3>Reference answer</h3><div class="text">{_escape(group["answer"])}</div></div>\n'
         f'<div class="columns">\n{columns}</div></details>\n'
@@ -425,9 +515,9 @@ def write_credit_page(path: str, title: str, samples: list[dict]) -> None:
     """credit.html: groups of completions, every token tinted by its weight. One file, no script.
 
     samples: [{"prompt", "answer", "step", "completions": [{"reward", "advantage", "truncated",
-    "tokens": [{"text", "weight" (1 = the completion's mean), "entropy" (nats), "logp",
-    optional "role": "decisive" | "first_wrong"}]}]}]. Text may be hostile: see _escape. Numbers
-    may be NaN or None. Template, colours and Content-Security-Policy are in credit_page.html.
+    "tokens": [{"text", "weight" (1 = the completion's mean), "entropy" (nats), "logp", optional
+    "role": "decisive" | "first_wrong"}]}], optional "size" of the group, "correct" (how many of it;
+    None: no count), "note"}]. Text may be hostile: see _escape. Numbers may be NaN or None.
     """
     page = string.Template(PAGE_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=_escape(title),
@@ -438,96 +528,81 @@ def write_credit_page(path: str, title: str, samples: list[dict]) -> None:
     Path(path).write_text(page, encoding="utf-8", errors="replace", newline="\n")
 
 
-def credit_group(
-    tokenizer: Any, batch: Any, problems: list[Problem], num_generations: int, step: int
-) -> list[dict]:
-    """The first whole group of a scored batch with right and wrong completions, two of each at
-    most, as write_credit_page wants it; [] if there is none."""
-    places, size = batch.rows.tolist(), num_generations
-    for first in range(0, len(places) - size + 1):
-        whole = places[first] % size == 0 and places[first + size - 1] == places[first] + size - 1
-        if whole and batch.advantages[first] != 0:
+def _facts(run: Any, batch: Any, row: int, problem: Problem) -> dict:
+    """A completion as write_credit_page wants it."""
+    ids = batch.ids[row, batch.prompt_width :][batch.mask[row]].tolist()
+    pieces = [run.tokenizer.decode([i]) for i in ids]
+    roles = token_roles(pieces, problem) if problem.steps else [""] * len(ids)
+    columns = (c[row, : len(ids)].tolist() for c in (batch.weights, batch.entropy, batch.logp))
+    names = ("text", "role", "weight", "entropy", "logp")
+    values = zip(pieces, roles, *columns, strict=True)
+    facts = {name: getattr(batch, name + "s")[row].item() for name in ("reward", "advantage")}
+    facts["truncated"] = batch.truncated[row].item()
+    return facts | {"tokens": [dict(zip(names, value, strict=True)) for value in values]}
+
+
+def credit_group(run: Any, micros: list, problems: dict[int, Problem]) -> list[dict]:
+    """The first whole group of a scored rollout whose rewards differ, its best two and its worst
+    two, as write_credit_page wants it; [] if there is none. problems: of each row."""
+    place = {row: (batch, i) for batch in micros for i, row in enumerate(batch.rows.tolist())}
+    size = run.args.num_generations
+    for first in range(0, max(place) + 1, size):
+        group = [place[row] for row in range(first, first + size) if row in place]
+        if len(group) == size and any(batch.advantages[i] != 0 for batch, i in group):
             break
     else:
         return []
-    order = batch.rewards[first : first + size].argsort(descending=True, stable=True).tolist()
-    problem, completions = problems[first], []
-    for row in dict.fromkeys(first + i for i in order[:2] + order[-2:]):  # without repeats
-        ids = batch.ids[row, batch.prompt_width :][batch.mask[row]].tolist()
-        pieces = [tokenizer.decode([i]) for i in ids]
-        roles = token_roles(pieces, problem) if problem.steps else [""] * len(ids)
-        columns = (c[row, : len(ids)].tolist() for c in (batch.weights, batch.entropy, batch.logp))
-        names = ("text", "role", "weight", "entropy", "logp")
-        values = zip(pieces, roles, *columns, strict=True)
-        tokens = [dict(zip(names, value, strict=True)) for value in values]
-        facts = {k: getattr(batch, k + "s")[row].item() for k in ("reward", "advantage")}
-        completions.append(facts | {"truncated": batch.truncated[row].item(), "tokens": tokens})
+    rights = None  # how many are right, where the reward is that and nothing else
+    if list(run.reward_funcs) == [ACCURACY]:
+        rights = sum(batch.rewards[i].item() > 0 for batch, i in group)
+    group.sort(key=lambda member: -member[0].rewards[member[1]].item())
+    problem, shown = problems[first], group[:2] + group[-2:] if size > 3 else group
+    completions = [_facts(run, batch, row, problem) for batch, row in shown]
+    weights = [token["weight"] for completion in completions for token in completion["tokens"]]
     prompt = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
-    return [{"prompt": prompt, "answer": problem.answer, "step": step, "completions": completions}]
+    found = {"prompt": prompt, "answer": problem.answer, "step": run.step, "size": size}
+    found["note"] = UNIFORM if all(abs(weight - 1) <= 1e-6 for weight in weights) else ""
+    return [found | {"correct": rights, "completions": completions}]
 
 
-# ----------------------------------------------------------------------- before and after
-
-
-def _comparison(before: dict, after: dict) -> list[tuple[str, str, str, str]]:
-    """(name, before, after, change) per metric; accuracies and pass@k in percent (points)."""
-    table = []
+# ----------------------------------------------------------------------------- the report
+def before_after_table(before: dict, after: dict) -> str:
+    """The eval dicts of the first and the last evaluation as an aligned text table; accuracies and
+    pass@k in percent, their change in points."""
+    table = [("held-out", "before", "after", "change")]
     for key in {**before, **after}:
         old, new = (_real(_plain(side.get(key))) for side in (before, after))
         share = "accuracy" in key or key.startswith("pass@") or key.endswith("_share")
         scale, form, unit = (100, ".1f", "%") if share else (1, ".4g", "")
-        texts = (f"{scale * old:{form}}{unit}", f"{scale * new:{form}}{unit}")
-        cells = [*texts, f"{scale * (new - old):+{form}}"]
+        cells = [f"{scale * old:{form}}{unit}", f"{scale * new:{form}}{unit}"]
+        cells += [f"{scale * (new - old):+{form}}"]
         table.append((key.replace("_", " "), *("–" if "nan" in cell else cell for cell in cells)))
-    return table
+    w = [max(map(len, column)) for column in zip(*table)]
+    lines = [f"{name:{w[0]}}  {a:>{w[1]}}  {b:>{w[2]}}  {c:>{w[3]}}" for name, a, b, c in table]
+    return "\n".join(lines)
 
 
-def before_after_table(before: dict, after: dict) -> str:
-    """The eval dicts of the first and the last evaluation as an aligned text table."""
-    table = [("held-out", "before", "after", "change"), *_comparison(before, after)]
-    width = [max(len(row[i]) for row in table) for i in range(4)]
-    return "\n".join(
-        "  ".join([row[0].ljust(width[0]), *(row[i].rjust(width[i]) for i in (1, 2, 3))])
-        for row in table
-    )
+def write_model_card(path: str, config: dict, before: dict, after: dict) -> None:
+    """README.md (path names the file) of a PEFT adapter; write it after save_pretrained."""
+    from huggingface_hub import ModelCardData
 
-
-def write_model_card(
-    path: str, base_model: str, method: str, args: dict, before: dict, after: dict
-) -> None:
-    """README.md (path names the file) of a PEFT adapter; write it after save_pretrained.
-
-    before and after: eval dicts of held-out metrics, may be empty. args: the run's flags.
-    """
-    rows = [f"| {' | '.join(row)} |" for row in _comparison(before, after)]
-    results = ["| held-out | before | after | change |", "|---|---:|---:|---:|", *rows]
-    # JSON strings are YAML and Python strings too, and hold no line break that could end a block.
-    base, tag = json.dumps(base_model), json.dumps(method)
-    flags = [f"--{key} {json.dumps(_plain(value), default=str)}" for key, value in args.items()]
+    base, credit = config["model_name_or_path"], config["credit"]
+    data = ModelCardData(base_model=base, library_name="peft", tags=["grpo", "lora", credit])
+    # JSON holds no line break, which could end the block.
+    flags = [f"--{key} {json.dumps(_plain(value), default=str)}" for key, value in config.items()]
     card = f"""---
-library_name: peft
-base_model: {base}
-tags: ["lora", "grpo", "reinforcement-learning", {tag}]
+{data.to_yaml()}
 ---
 
-# {method} adapter for {base_model}
-
-A LoRA adapter trained with GRPO; `{method}` weights every token's advantage.
+# LoRA adapter for {" ".join(base.split())}: GRPO with `{credit}` token credit
 
 ```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-base = AutoModelForCausalLM.from_pretrained({base})
-tokenizer = AutoTokenizer.from_pretrained({base})
-model = PeftModel.from_pretrained(base, "path/to/this/folder")
+model = peft.AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
 ```
 
-## Before and after
-
-{chr(10).join(results) if rows else "No evaluation was run."}
-
-## Flags
+```
+{before_after_table(before, after)}
+```
 
 ```
 {chr(10).join(flags)}
@@ -537,56 +612,56 @@ model = PeftModel.from_pretrained(base, "path/to/this/folder")
 
 
 def _attempt(path: Path, write: Callable[[str], None]) -> bool:
-    """write(path); what fails is one sentence on standard error, because the run is worth more.
-
-    A full disk is the caller's to report: every other file would fail as well.
-    """
+    """write(path); what fails is one sentence on standard error, because the run is worth more. A
+    full disk is the caller's to report: every other file would fail as well."""
     try:
         write(str(path))
     except Exception as error:  # matplotlib alone raises a dozen kinds
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        print(f"{path} is not written, the run goes on: {reason}", file=sys.stderr, flush=True)
+        tqdm.write(f"{path} is not written, the run goes on: {reason}", file=sys.stderr)
         return False
     return True
-
-
-def _write_summary(path: str, summary: dict) -> None:
-    Path(path).write_text(json.dumps(_plain(summary), indent=2) + "\n", encoding="utf-8")
 
 
 def _write_completions(path: str, groups: list[dict]) -> None:
     with open(path, "w", encoding="utf-8", errors="replace") as file:
         for group in groups:
             for completion in group["completions"]:
-                text = "".join(token["text"] for token in completion["tokens"])
-                row = group | completion | {"completion": text}
-                del row["completions"], row["tokens"]
-                file.write(json.dumps(row) + "\n")
+                row = {name: group[name] for name in ("step", "prompt", "answer")} | completion
+                row["completion"] = "".join(token["text"] for token in row.pop("tokens"))
+                file.write(json.dumps(_plain(row)) + "\n")
+
+
+def report_run(config: dict, log: RunLog, groups: list[dict]) -> str:
+    """`write_report` of a run that has ended; its seconds are the whole process's."""
+    seconds = round(time.time() - psutil.Process().create_time(), 1)
+    summary = {"before": log.evals[0]["eval"], "after": log.evals[-1]["eval"], "seconds": seconds}
+    folder, title = config["output_dir"], config["run_name"]
+    return write_report(folder, title, config, log.rows, groups, summary)
 
 
 def write_report(
     output_dir: str, title: str, config: dict, rows: list[dict], groups: list[dict], summary: dict
 ) -> str:
     """summary.json, completions.jsonl, curves.png, credit.html and the adapter's card, as files of
-    output_dir; returns what to print. summary: {"before", "after", "seconds"}.
-
-    A file that cannot be written is said on standard error and left out; OSError on a full disk.
-    """
+    output_dir; returns what to print. summary: {"before", "after", "seconds"}. A file that cannot
+    be written is said on standard error and left out; OSError on a full disk."""
     folder, before, after = Path(output_dir), summary["before"], summary["after"]
     updates = [row for row in rows if "reward" in row]
+    phases = [value for row in updates for key, value in row.items() if key.startswith("seconds_")]
     summary["steps"] = updates[-1]["step"] if updates else 0
+    # Without evaluations, checkpoints and start-up, which `seconds` has as well.
+    summary["seconds_per_step"] = sum(phases) / max(1, len(updates))
     # Rows of one rollout repeat its figures; its seconds stand in the first alone.
     fresh = [row for row in updates if row["seconds_rollout"] > 0]
     summary["rollout_tokens"] = sum(row["rollout_tokens"] for row in fresh)
-    method, base = f"GRPO with {config['credit']} credit", config["model_name_or_path"]
+    text = json.dumps(_plain(summary), indent=2) + "\n"
     files: dict[str, Callable[[str], None]] = {
-        "summary.json": lambda path: _write_summary(path, summary),
+        "summary.json": lambda path: Path(path).write_text(text, encoding="utf-8"),
         "completions.jsonl": lambda path: _write_completions(path, groups),
-        "adapter/README.md": lambda path: write_model_card(
-            path, base, method, config, before, after
-        ),
+        "adapter/README.md": lambda path: write_model_card(path, config, before, after),
         "curves.png": lambda path: write_curves(path, rows, title),
         "credit.html": lambda path: write_credit_page(path, title, groups),
     }

@@ -1,22 +1,17 @@
-"""Verifiable correctness of a completion: is its last ``\\boxed{...}`` equal to the gold answer?
+"""Rewards: is a completion's last ``\\boxed{...}`` equal to the gold answer? And custom functions.
 
-Equal strings and plain integers are settled here without evaluating anything. Every other pair
-goes to math-verify (sympy) in worker processes: sympy can be made to compute for ever by a short
-answer, and math-verify's own time-out (SIGALRM) does not stop a power that CPython computes in C,
-such as 5^(5^(5^5)) (Math-Verify issue 65). Only killing a process does.
+Equal strings and plain integers are settled here. Every other pair goes to math-verify (sympy) in
+worker processes: a short answer can make sympy compute for ever, and math-verify's own time-out
+(SIGALRM) does not stop a power that CPython computes in C (5^(5^(5^5)), its issue 65). Only killing
+a process does. The worker is this file run as a script, a JSON line in and a line out for each
+pair; not multiprocessing, whose spawn imports torch again and whose fork is unsafe with threads.
 
-The worker is this file run as a script, with one JSON line in and one line out for each pair. Not
-multiprocessing: spawn imports the trainer's __main__ (torch) again, fork is unsafe with torch's
-threads; and nothing is ever unpickled. This module imports the standard library only; math-verify
-and sympy are imported by the worker, torch by neither.
-
-What the installed sources do with model text (math-verify 0.9, latex2sympy2_extended 1.11):
-- ExprExtractionConfig ends in sympy's parse_expr, which is Python's eval: not used here.
-- LatexExtractionConfig goes through regular expressions and an ANTLR LaTeX grammar. The strings
-  that grammar hands to sympify (eval again) are number tokens: digits, commas, dots, e-notation.
-- It makes symbols with names of the model's choosing (\\vec{dot([1],[open(...)])}), and sympy's
-  evalf of an infinite sum prints them into Python source and runs it (lambdify). That did run
-  code: the tests keep the answer. So the worker refuses lambdify (see _load_verifier).
+What math-verify 0.9 and latex2sympy2_extended 1.11 do with model text:
+- ExprExtractionConfig ends in Python's eval (sympy's parse_expr): not used here. The grammar of
+  LatexExtractionConfig gives eval (sympify) number tokens only: digits, commas, dots, e-notation.
+- Symbols get names of the model's choosing (\\vec{dot([1],[open(...)])}), which sympy's evalf of an
+  infinite sum printed into Python source and ran (lambdify): the worker refuses lambdify.
+- Numbers side by side are added, as if each were a mixed fraction: see _refuse_sums.
 The worker is limited in time and memory, but it is not a sandbox against a bug yet unknown.
 """
 
@@ -26,6 +21,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import importlib
 import json
 import math
 import os
@@ -37,7 +33,7 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MAX_CHARS = 500  # a longer box or gold is compared as a string only; MATH-500's longest is 53
@@ -54,15 +50,17 @@ _INTEGER = re.compile(r"([+-]?)([0-9]{1,30}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,9})")
 _BASE = re.compile(r"\b[0-9][0-9A-Z]*\s*_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))$")  # 101_2, 4A_{16}
 
 # What may surround an answer without being of it; math-verify fails on a full stop in the box.
-_EDGES = re.compile(r"^(?:[\s~$]|\\[,;:! ])+|(?:[\s~]|\\[,;:! ]|(?<!\\)[$.])+$")
+_GAP = r"[\s~]|\\[,;:! ]"
+_EDGES = re.compile(rf"^(?:{_GAP}|[$≈]|\\approx(?![a-zA-Z]))+|(?:{_GAP}|(?<!\\)[$.])+$")
+# Spaces to a reader; math-verify fails on the first two, and drops the others: 5'10 would be 510.
+_SPACE = re.compile(r"[\s~]+|\\text\s*\{\s*\}|(?<=[0-9])(?:\\?\$|['\"])(?=[0-9])")
+_THOUSANDS = re.compile(r"(?<![0-9.^_])[1-9][0-9]{0,2}(?:(?: |\\[,;:! ]|\{,\})+[0-9]{3})+(?![0-9])")
+_MIXED = re.compile(r"(?<![0-9.^_/])([0-9]+)(?: |\\[,;: ])+([0-9]+) ?/ ?([0-9]+)(?![0-9.])")
 
 
-def last_boxed(text: str) -> str | None:
-    """Content of the last complete ``\\boxed{...}``, None if there is none; one linear pass.
-
-    "Last" is by where the box begins, so of nested boxes the inner one; a box whose brace is
-    never closed is no box.
-    """
+def boxed_span(text: str) -> tuple[int, int] | None:
+    """Where the content of the last complete ``\\boxed{...}`` stands; one linear pass. "Last" is by
+    where it begins: of nested boxes the inner one. One whose brace is never closed is no box."""
     best: tuple[int, int] | None = None
     opened: list[int] = []  # where the content of each open brace begins; -1: not a box
     begin = text.find("\\boxed")
@@ -73,31 +71,34 @@ def last_boxed(text: str) -> str | None:
                 best = (start, token.start())
         elif token[0][-1] == "{" and token[0] != "\\{":
             opened.append(token.end() if len(token[0]) > 1 else -1)
-    return None if best is None else text[best[0] : best[1]]
+    return best
 
 
-def _integer(text: str) -> str | None:
-    """Normal form of a plain ASCII integer (sign, thousands commas), None if it is not one."""
-    match = _INTEGER.fullmatch(text)
-    if match is None:
-        return None
-    digits = match[2].replace(",", "").lstrip("0") or "0"
-    return "-" + digits if match[1] == "-" and digits != "0" else digits
+def last_boxed(text: str) -> str | None:
+    span = boxed_span(text)
+    return None if span is None else text[slice(*span)]
+
+
+def _integer(text: str) -> int | None:
+    """Value of a plain ASCII integer (sign, thousands commas), None if it is not one."""
+    return int(text.replace(",", "")) if _INTEGER.fullmatch(text) else None
 
 
 def _tidy(text: str) -> str:
-    return _EDGES.sub("", text) if len(text) <= MAX_CHARS else text.strip()
+    """Without what does not count; 1\\,000 as 1000 and 2 1/2 as 2\\frac{1}{2} (not (2 + 1)/2)."""
+    if len(text) > MAX_CHARS:
+        return text.strip()
+    text = _SPACE.sub(" ", _EDGES.sub("", text))
+    text = _THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
 
 
 def _other_base(box: str, gold: str) -> bool:
-    """The box names a number base that is not the gold's; math-verify compares the digits only.
-
-    A box without a base may answer a gold with one: the problem often names it already.
-    """
+    """The box names a number base that is not the gold's; math-verify compares the digits only. A
+    box without a base may answer a gold with one: the problem often names it already."""
     left, right = _BASE.search(box), _BASE.search(gold)
-    if left is None:
-        return False
-    return int(left[1] or left[2]) != (int(right[1] or right[2]) if right else 10)
+    base = int(right[1] or right[2]) if right else 10
+    return left is not None and int(left[1] or left[2]) != base
 
 
 def quick_verdict(box: str, gold: str) -> float | None:
@@ -120,30 +121,27 @@ class _Worker:
     pair: Pair | None = None  # what it is judging
 
 
-class Grader:
+class Grader(contextlib.AbstractContextManager):
     """Grades completions; starts its workers when a pair first needs one and keeps them.
 
     ``timeout`` is in seconds from handing a pair to a worker (its start-up is not counted). A
     worker with no verdict by then is killed and replaced. So is one that dies (the kernel's OOM
-    killer), which standard error says once; its pair is tried once more, because the pair need not
-    be the cause. A pair without a verdict gets 0, is counted in ``timeouts``, and is cached like
-    any other. Not thread-safe. RuntimeError when no worker can be started.
+    killer), which standard error says once; its pair is tried once more: it need not be the cause.
+    A pair without a verdict gets 0, is counted in ``timeouts``, and is cached like any other.
+    ``budget`` is the seconds of one ``grade`` in which workers may judge: slow answers must not
+    stall a run. What is left then gets 0 and is counted, but not cached. Not thread-safe.
     """
 
-    def __init__(self, num_workers: int = 2, timeout: float = 5.0) -> None:
-        if num_workers < 1 or not timeout > 0:
-            raise ValueError("num_workers must be at least 1 and timeout above 0 seconds")
+    def __init__(self, num_workers: int = 2, timeout: float = 5.0, budget: float = 60.0) -> None:
+        if num_workers < 1 or not timeout > 0 or not budget > 0:
+            raise ValueError("num_workers must be at least 1, timeout and budget above 0 seconds")
         self.timeouts = 0
-        self._num_workers, self._timeout = num_workers, timeout
+        self._num_workers, self._timeout, self._budget = num_workers, timeout, budget
         self._workers: list[_Worker] = []
-        self._failed_starts = 0
-        self._told = False  # that a worker died
-        self._retried: set[Pair] = set()  # whose worker died; of the present _run
+        self._failed_starts, self._told = 0, False  # told that a worker died
+        self._todo, self._verdicts, self._retried = deque(), {}, set()  # of one _run
         self._cache: OrderedDict[Pair, float] = OrderedDict()
         self._selector = selectors.DefaultSelector()
-
-    def __enter__(self) -> Grader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -159,9 +157,15 @@ class Grader:
                 pending.setdefault((box, gold), []).append(i)
             else:
                 verdicts[i] = quick
-        for pair, verdict in self._verify(pending).items():
+        known = {pair: self._cache[pair] for pair in pending if pair in self._cache}
+        known |= self._run([pair for pair in pending if pair not in known])
+        for pair, verdict in known.items():
+            self._cache[pair] = verdict
+            self._cache.move_to_end(pair)
             for i in pending[pair]:
                 verdicts[i] = verdict
+        while len(self._cache) > CACHE_PAIRS:
+            self._cache.popitem(last=False)
         return verdicts
 
     def close(self) -> None:
@@ -170,76 +174,65 @@ class Grader:
             self._kill(worker)
         atexit.unregister(self.close)
 
-    def _verify(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
-        """math-verify's verdict on distinct pairs, from the cache or the workers."""
-        known = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
-        new = self._run([pair for pair in pairs if pair not in known])
-        for pair, verdict in (known | new).items():
-            self._cache[pair] = verdict
-            self._cache.move_to_end(pair)
-        while len(self._cache) > CACHE_PAIRS:
-            self._cache.popitem(last=False)
-        return known | new
-
     def _run(self, pairs: list[Pair]) -> dict[Pair, float]:
         """Judge distinct pairs in the workers, one pair at a time to each (its own deadline)."""
-        todo, verdicts = deque(pairs), {}
-        self._retried.clear()
+        self._todo, self._verdicts, self._retried = deque(pairs), {}, set()
+        left = self._budget
         try:
-            while len(verdicts) < len(pairs):
-                self._hand_out(todo)
-                self._collect(todo, verdicts)
+            while len(self._verdicts) < len(pairs) and left > 0:
+                self._hand_out()
+                judging, begun = any(w.pair for w in self._workers), time.monotonic()
+                self._collect(begun + left if judging else math.inf)
+                left -= (time.monotonic() - begun) * judging
         finally:
             # Ctrl-C in the middle must not leave a verdict that the next call takes for its own.
             for worker in [w for w in self._workers if w.pair is not None]:
                 self._kill(worker)
-        return verdicts
+        self.timeouts += len(pairs) - len(self._verdicts)
+        return self._verdicts
 
-    def _hand_out(self, todo: deque[Pair]) -> None:
+    def _hand_out(self) -> None:
         """Give each idle worker a pair, and start workers for what is left over."""
-        for worker in [w for w in self._workers if w.ready and w.pair is None]:
-            if not todo:
-                return
+        idle = [w for w in self._workers if w.ready and w.pair is None]
+        for worker in idle[: len(self._todo)]:
             try:
                 # One line is below 64 KiB (MAX_CHARS), so the empty pipe takes it without waiting.
-                worker.proc.stdin.write(json.dumps(todo[0]).encode() + b"\n")
+                worker.proc.stdin.write(json.dumps(self._todo[0]).encode() + b"\n")
             except BrokenPipeError:  # it died while idle: nobody's verdict is lost
                 self._kill(worker)
                 self._tell(worker)
             else:
-                worker.pair = todo.popleft()
+                worker.pair = self._todo.popleft()
                 worker.deadline = time.monotonic() + self._timeout
         starting = sum(not w.ready for w in self._workers)
-        for _ in range(min(len(todo) - starting, self._num_workers - len(self._workers))):
+        for _ in range(min(len(self._todo) - starting, self._num_workers - len(self._workers))):
             self._start()
 
-    def _collect(self, todo: deque[Pair], verdicts: dict[Pair, float]) -> None:
-        """Wait for the next reply or deadline; note verdicts, drop workers that failed."""
-        soonest = min(w.deadline for w in self._workers)
+    def _collect(self, end: float) -> None:
+        """Wait for the next reply or deadline, or for `end`; note verdicts, drop who failed."""
+        soonest = min(end, *(w.deadline for w in self._workers))
         for key, _ in self._selector.select(max(0.0, soonest - time.monotonic())):
             worker, reply = key.data, os.read(key.fd, 4096)  # a line is one atomic pipe write
             if reply == b"ready\n" and not worker.ready:
                 worker.ready, worker.deadline, self._failed_starts = True, math.inf, 0
             elif reply in (b"0\n", b"1\n") and worker.pair is not None:
-                verdicts[worker.pair] = float(reply == b"1\n")
+                self._verdicts[worker.pair] = float(reply == b"1\n")
                 worker.pair, worker.deadline = None, math.inf
             else:  # end of file: it died; or it said why it cannot start
-                self._drop(worker, todo, verdicts, reply.decode(errors="replace").strip())
+                self._drop(worker, reply.decode(errors="replace").strip())
         for worker in [w for w in self._workers if w.deadline <= time.monotonic()]:
-            self._drop(worker, todo, verdicts, "no reply in time")
+            self._drop(worker, "no reply in time")
 
-    def _drop(
-        self, worker: _Worker, todo: deque[Pair], verdicts: dict[Pair, float], reason: str
-    ) -> None:
+    def _drop(self, worker: _Worker, reason: str) -> None:
         died = not reason
         self._kill(worker)
         if died and worker.ready:
             self._tell(worker)
         if died and worker.pair is not None and worker.pair not in self._retried:
             self._retried.add(worker.pair)
-            todo.append(worker.pair)
+            self._todo.append(worker.pair)
         elif worker.pair is not None:
-            verdicts[worker.pair] = 0.0
+            self._verdicts[worker.pair] = 0.0
             self.timeouts += 1
         elif not worker.ready:
             self._failed_starts += 1
@@ -252,18 +245,13 @@ class Grader:
 
     def _tell(self, worker: _Worker) -> None:
         """Say once in a run that workers die; a slow machine would say it at every answer."""
-        if self._told:
-            return
-        self._told = True
         code = worker.proc.returncode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         hint = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
-        print(
-            f"reward: a grading worker {how}{hint}; it is replaced, an answer it held is tried "
-            "once more, and the run goes on (said once).",
-            file=sys.stderr,
-            flush=True,
-        )
+        what = "it is replaced, an answer it held is tried again, and the run goes on (said once)"
+        if not self._told:
+            print(f"reward: a grading worker {how}{hint}; {what}.", file=sys.stderr, flush=True)
+        self._told = True
 
     def _start(self) -> None:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -285,10 +273,31 @@ class Grader:
     def _kill(self, worker: _Worker) -> None:
         self._workers.remove(worker)
         self._selector.unregister(worker.proc.stdout)
-        worker.proc.kill()  # SIGKILL: anything milder waits for C code to return
-        worker.proc.wait()
-        worker.proc.stdin.close()
-        worker.proc.stdout.close()
+        with worker.proc:  # closes its pipes and waits for its end
+            worker.proc.kill()  # SIGKILL: anything milder waits for C code to return
+
+
+def _refuse_sums(parser: type) -> None:
+    """Make latex2sympy's parser fail on numbers side by side, which it adds: 40 2 would be 42. Not
+    by the text: there are too many ways to write a gap. A mixed fraction stays what it is, and so
+    does what the parser multiplies, such as \\frac{1}{2} 3 and 3(-2)."""
+    convert, combine = parser.convert_postfix, parser.convert_postfix_list
+
+    def convert_once(self, node: object) -> object:  # twice would be 2^depth times in 2(2(2(...
+        if not hasattr(node, "converted"):
+            node.converted = convert(self, node)
+        return node.converted
+
+    def checked(self, nodes: list, i: int = 0) -> object:
+        pair = [convert_once(self, node) for node in nodes[i : i + 2]]
+        if len(pair) == 2 and all(getattr(value, "is_Number", False) for value in pair):
+            fractions = [value.is_Rational and not value.is_Integer for value in pair]
+            mixed = pair[1] < 1 and re.match(r"\\frac|\{", nodes[i + 1].getText())
+            if pair[1] >= 0 and not fractions[0] and not (fractions[1] and mixed):
+                raise ValueError("two numbers without a sign between them")
+        return combine(self, nodes, i)
+
+    parser.convert_postfix, parser.convert_postfix_list = convert_once, checked
 
 
 def _load_verifier() -> Callable[[str, str], bool]:
@@ -303,6 +312,7 @@ def _load_verifier() -> Callable[[str, str], bool]:
     for module in list(sys.modules.values()):
         if getattr(module, "lambdify", None) is original:
             module.lambdify = refuse
+    _refuse_sums(sys.modules["latex2sympy2_extended.latex2sympy2"]._Latex2Sympy)
 
     config = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
 
@@ -323,15 +333,69 @@ def _load_verifier() -> Callable[[str, str], bool]:
     def equal(box: str, gold: str) -> bool:
         try:  # deep nesting is a RecursionError, a huge number a MemoryError: wrong, all of them
             right = parsed(gold)
-            return bool(
-                math_verify.verify(
-                    right, parsed(box), float_rounding=decimals(right), timeout_seconds=None
-                )
-            )
+            how = {"float_rounding": decimals(right), "timeout_seconds": None}
+            return bool(math_verify.verify(right, parsed(box), **how))
         except Exception:
             return False
 
     return equal
+
+
+class RewardError(Exception):
+    """A reward function that cannot be used; the message says what to change in one sentence."""
+
+
+def load_reward_funcs(
+    paths: list[str], weights: list[float] | None = None
+) -> dict[str, tuple[Callable | None, float]]:
+    """Reward functions by name and their weights (1 each by default), from dotted paths as in TRL;
+    None is the Grader's own verdict."""
+    weights = [1.0] * len(paths) if weights is None else weights
+    if len(weights) != len(paths):
+        raise RewardError("--reward_weights needs one number for each of --reward_funcs")
+    functions: dict[str, tuple[Callable | None, float]] = {}
+    for path, weight in zip(paths, weights, strict=True):
+        name = path.rpartition(".")[2]
+        if name in functions:
+            raise RewardError(f"--reward_funcs has two functions {name}: drop or rename one")
+        functions[name] = (None if path == "accuracy_reward" else _import(path), weight)
+    return functions
+
+
+def _import(path: str) -> Callable:
+    module, _, name = path.rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: no file there shall stand in for a library
+    try:
+        function = getattr(importlib.import_module(module), name)
+        if not callable(function):
+            raise TypeError(f"{name} is not a function")
+    except (Exception, SystemExit) as error:  # a module may do anything
+        need = "write accuracy_reward or module.function, of a module that can be imported"
+        raise RewardError(f"--reward_funcs {path}: {need} ({error!r:.200})") from error
+    return function
+
+
+def call_reward_func(
+    name: str, function: Callable, prompts: list, completions: list[str],
+    completion_ids: list[list[int]], columns: dict[str, list],
+) -> list[float]:  # fmt: skip
+    """A number for each completion, by TRL's convention: of a chat it is a list of one message."""
+    replies = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+    given = {"prompts": prompts, "completions": replies, "completion_ids": completion_ids}
+    try:
+        values = list(function(**(columns | given)))
+        numbers = [math.nan if isinstance(v, str | bytes) else float(v) for v in values]
+    except Exception as error:
+        raise RewardError(f"correct the reward function {name}: {error!r:.200}") from error
+    bad = [v for v, number in zip(values, numbers, strict=True) if not math.isfinite(number)]
+    if bad or len(values) != len(replies):
+        got = f"{bad[0]!r:.80}" if bad else f"{len(values)} values for {len(replies)} completions"
+        raise RewardError(f"reward function {name} must return a number per completion, not {got}")
+    return numbers
 
 
 def _serve() -> None:

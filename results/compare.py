@@ -1,13 +1,20 @@
-"""Draws results/compare.png from the results/*.json that learning.py has written.
+"""Draws runs side by side: reward in training, and held-out accuracy at the end.
 
-    python results/compare.py
+    python results/compare.py runs/*                   # your runs, into ./compare.png
+    python results/compare.py runs/* --output a.pdf
+    python results/compare.py                          # results/*.json, which learning.py writes
 
-Left, the mean reward of every step's completions, smoothed over 5 steps: the mean over seeds and
-the range of single seeds. Right, held-out sampled accuracy at the end: every seed, and the mean.
+Runs that differ in the seed alone (or in where they write) are one group. Left, the mean reward of
+a group's runs, smoothed, and the range of single runs. Right, held-out sampled accuracy after the
+last step: a dot a run, a bar at the mean.
 """
 
+import argparse
 import json
+import sys
+import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
@@ -16,39 +23,166 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 FOLDER = Path(__file__).resolve().parent
-RUNS = {  # name -> file and colour (Okabe and Ito's, which the colour-blind tell apart)
-    "uniform (GRPO)": ("grpo_arca-uniform", "#000000"),
-    "arca": ("grpo_arca-default", "#0072B2"),
-    "shuffled (arca's weights, permuted)": ("grpo_arca-shuffled", "#56B4E9"),
-    "oar_g": ("grpo_oar-default", "#D55E00"),
-    "s_trace": ("grpo_strace-default", "#009E73"),
-    "p_trace": ("grpo_strace-p_trace", "#CC79A7"),
+MEASURED = {  # results/<file>.json -> its label, in this order
+    "grpo_arca-uniform": "uniform (GRPO)",
+    "grpo_arca-default": "arca",
+    "grpo_arca-shuffled": "shuffled (arca's weights, permuted)",
+    "grpo_oar-default": "oar_g",
+    "grpo_strace-default": "s_trace",
+    "grpo_strace-p_trace": "p_trace",
 }
+# Okabe and Ito's, which the colour-blind tell apart; beyond these, other dashes
+COLOURS = ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+DASHES = ("-", "--", ":", "-.")
+# Flags that say where a run writes, or with which seed, and not what it does
+SAME_ANYWAY = """seed output_dir run_name resume_from_checkpoint report_to save_steps
+save_total_limit push_to_hub hub_model_id environment""".split()
+
+
+class Run(NamedTuple):
+    rewards: list[float]  # of every step
+    accuracy: float  # held out, sampled, after the last step
+
+
+def read_run(folder: Path) -> tuple[dict, Run]:
+    """Flags and results of an output folder. ValueError says what is missing."""
+    for name in ("config.json", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            raise ValueError(f"it has no {name}")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+    evaluations = {row["step"]: row["eval"]["sampled_accuracy"] for row in rows if row.get("eval")}
+    if config["max_steps"] not in evaluations:
+        raise ValueError(f"it has not come to the end of step {config['max_steps']}")
+    if not rewards:
+        raise ValueError("it has no step")
+    command = config.get("environment", {}).get("command") or [folder.name.split("-")[0]]
+    config["script"] = Path(command[0]).stem
+    return config, Run(rewards, evaluations[config["max_steps"]])
+
+
+def fail(message: str) -> None:
+    print(f"compare.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def note(path: Path, error: Exception) -> None:
+    reason = f"no {error} in its files" if isinstance(error, KeyError) else str(error)
+    print(f"compare.py: {path} is left out: {' '.join(reason.split())[:200]}", file=sys.stderr)
+
+
+def label(config: dict, others: list[dict]) -> str:
+    """What tells a group from the others: script, credit and the flags in which any two differ."""
+    parts = [str(config["credit"])]
+    if any(other["script"] != config["script"] for other in others):
+        parts.insert(0, config["script"])
+    for name in sorted(config.keys() - {"credit", "script"}):
+        for other in others:
+            # A flag that another script has not, such as a method's own, does not differ from it.
+            absent = None if other["script"] == config["script"] else config[name]
+            if other.get(name, absent) != config[name]:
+                parts.append(f"{name}={config[name]}")
+                break
+    return " ".join(parts)
+
+
+def groups_of(folders: list[Path]) -> dict[str, list[Run]]:
+    """Label: the runs of a group."""
+    configs, runs = {}, {}
+    for folder in folders:
+        try:
+            config, run = read_run(folder)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            note(folder, error)
+            continue
+        config = {name: x for name, x in config.items() if name not in SAME_ANYWAY}
+        key = json.dumps(config, sort_keys=True)
+        configs[key] = config
+        runs.setdefault(key, []).append(run)
+    groups: dict[str, list[Run]] = {}
+    for key, config in configs.items():
+        groups.setdefault(label(config, list(configs.values())), []).extend(runs[key])
+    return groups
+
+
+def measured() -> dict[str, list[Run]]:
+    """The groups of results/*.json."""
+    found = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+    groups = {}
+    for stem in sorted(found, key=lambda stem: [*MEASURED, stem].index(stem)):
+        try:
+            runs = json.loads(found[stem].read_text(encoding="utf-8"))["runs"]
+            runs = [Run(run["rewards"], run["after"]["sampled_accuracy"]) for run in runs]
+            groups[MEASURED.get(stem, stem)] = runs
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            note(found[stem], error)
+    return groups
+
+
+def smooth(rewards: list[float]) -> np.ndarray:
+    """Mean over windows of about a tenth of the steps, an odd number of them."""
+    window = len(rewards) // 20 * 2 + 1
+    return np.convolve(rewards, np.ones(window) / window, "valid")
+
+
+def draw_rewards(axes: plt.Axes, runs: list[Run], **line: str) -> None:
+    steps = min(len(run.rewards) for run in runs)
+    curves = [smooth(run.rewards[:steps]) for run in runs]
+    middle = np.arange(len(curves[0])) + 1 + (steps - len(curves[0])) / 2  # of each window
+    axes.fill_between(
+        middle, np.min(curves, 0), np.max(curves, 0), color=line["color"], alpha=0.12, linewidth=0
+    )
+    marker = "o" if len(middle) == 1 else None
+    axes.plot(middle, np.mean(curves, 0), marker=marker, **line)
+
+
+def draw(groups: dict[str, list[Run]], output: str) -> None:
+    height = max(4.6, 1.2 + 0.55 * len(groups))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, height), width_ratios=(3, 2))
+    for place, (name, runs) in enumerate(groups.items()):
+        colour, dashes = COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
+        name = textwrap.fill(name, 60).replace("$", r"\$")  # which would begin a formula
+        draw_rewards(left, runs, color=colour, linestyle=dashes, label=name)
+        accuracies = [run.accuracy for run in runs]
+        right.plot(accuracies, [place] * len(runs), "o", color=colour, alpha=0.6)
+        mean = [np.mean(accuracies)] * 2
+        right.plot(mean, [place - 0.2, place + 0.2], color=colour, linewidth=3)
+        side = right.get_yaxis_transform()  # x from 0 to 1 across the panel
+        right.text(0.01, place - 0.25, name, fontsize=9, va="bottom", transform=side)
+    for axes, title in ((left, "Reward in training"), (right, "Held-out accuracy at the end")):
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.set_xlabel("step (band: from the lowest to the highest run)")
+    left.legend(frameon=False, fontsize=9, loc="lower right")
+    right.set_xlabel("a dot for each run, a bar at their mean")
+    right.set_yticks(range(len(groups)), [""] * len(groups))
+    right.tick_params(axis="y", length=0)
+    right.set_ylim(len(groups) - 0.5, -0.8)
+    figure.tight_layout()
+    figure.savefig(output, dpi=110)
 
 
 def main() -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), width_ratios=(3, 2))
-    for place, (name, (file, colour)) in enumerate(RUNS.items()):
-        runs = json.loads((FOLDER / f"{file}.json").read_text())["runs"]
-        smooth = [np.convolve(run["rewards"], np.ones(5) / 5, "valid") for run in runs]
-        steps = np.arange(len(smooth[0])) + 3  # the middle of each window
-        left.fill_between(steps, np.min(smooth, 0), np.max(smooth, 0), color=colour, alpha=0.08)
-        left.plot(steps, np.mean(smooth, 0), color=colour, label=name)
-        after = [run["after"]["sampled_accuracy"] for run in runs]
-        right.plot(after, [place] * len(after), "o", color=colour, alpha=0.6)
-        right.plot([np.mean(after)] * 2, [place - 0.3, place + 0.3], color=colour, linewidth=3)
-    bold = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
-    left.set_title("Reward in training", **bold)
-    left.set_xlabel("step")
-    left.legend(frameon=False, fontsize=9)
-    right.set_title("Held-out accuracy at the end, 3 seeds", **bold)
-    right.set_yticks(range(len(RUNS)), [name.split(" (")[0] for name in RUNS])
-    right.invert_yaxis()
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(FOLDER / "compare.png", dpi=110)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="*", type=Path, help="output folders of runs")
+    parser.add_argument("--output", help="the picture (.png, .pdf, .svg); default ./compare.png")
+    args = parser.parse_args()
+    if args.output is None and Path.cwd() == FOLDER:
+        fail("this would replace the picture in results/: say where with --output")
+    groups = groups_of(args.folders) if args.folders else measured()
+    if not groups:
+        fail("no finished run to draw")
+    output = args.output or "compare.png"
+    try:
+        draw(groups, output)
+    except (OSError, ValueError) as error:  # of a folder that is not there, or an unknown format
+        fail(f"cannot write {output}: {error}")
+    print(f"{output}: {', '.join(groups)}")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,17 @@
 The generator of the embedded task knows which tokens decide the outcome: the digits of every
 step's result. Printed for each method, over the completions of 32 held-out problems (4 samples
 each; OAR scores those with a boxed answer): the mean weight on decisive tokens over the mean weight
-of the completion, the same for the first wrong token, the concentration, and for OAR-G the rank
-correlation (Spearman) of its scores with OAR-P's over the reasoning, the mean over completions.
-With a run's folder it also writes results/heatmap.html: one group under every method.
+of the completion, the same for the first wrong token, that token's AUROC (the chance that it weighs
+more than another token of its completion, 0.5 if the weights knew nothing), the concentration, and
+for OAR-G the rank correlation (Spearman) of its scores with OAR-P's over the reasoning; all are
+means over completions. With a run's folder it also writes results/heatmap.html: one group under
+every method.
 """
 
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +26,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.data import chain_problems, encode_prompt, token_roles
+from common.data import chain_problems, encode_prompt, grade_batch, token_roles
 from common.metrics import credit_group, weight_stats, write_credit_page
 
 METHODS = [
@@ -44,8 +47,7 @@ def prepare(module, credit: str, folder: str | None):
     """A run of one method with the adapter of a folder, or a fresh one."""
     flags = ["--credit", credit, "--num_generations", str(SAMPLES), "--rollout_weights", "adapter"]
     args = module.parse_args(flags)
-    tokenizer = module.load_data(args)[0]
-    run = module.build_run(args, tokenizer, module.Grader())
+    run = module.build_run(args, module.load_data(args)[0])
     if folder:
         state = load_file(Path(folder) / "adapter/adapter_model.safetensors")
         set_peft_model_state_dict(run.model, state)
@@ -53,16 +55,26 @@ def prepare(module, credit: str, folder: str | None):
 
 
 def sample(module, run, problems):
-    """A batch of every problem's samples, graded; advantage 1 so that every row is scored."""
+    """A batch of every problem's samples, graded."""
     rows = torch.arange(len(problems))
     prompts = [encode_prompt(run.tokenizer, problem.prompt) for problem in problems]
     u = module.row_uniforms(run.args, "probe", 0, rows, run.args.max_completion_length)
-    out = run.sample(prompts, u, temperature=1.0, top_k=0, top_p=1.0)
-    rewards = torch.tensor(run.grade(out.texts(run.tokenizer), problems))
-    mask = out.attention[:, out.prompt_width :]
-    tensors = {"ids": out.ids, "attention": out.attention, "loss_mask": mask, "rows": rows}
-    tensors |= {"truncated": ~out.stopped, "sampled_logp": out.logp, "rewards": rewards}
-    return {"rollout": 0, "prompt_width": out.prompt_width, **tensors}
+    batch = module.sample(run, rows, prompts, u)
+    with run.grader:
+        batch.rewards = torch.tensor(grade_batch(run, batch, problems), device=batch.ids.device)
+    batch.loss_mask = batch.mask
+    return batch
+
+
+def first_wrong_auroc(weights: torch.Tensor, roles: list[str]) -> float | None:
+    """How a completion's weights rank its first wrong token: the share of its other tokens that
+    weigh less, ties count half. None where no token is wrong, or there is no other."""
+    if "first_wrong" not in roles or len(roles) == 1:
+        return None
+    place = roles.index("first_wrong")
+    others = torch.cat([weights[:place], weights[place + 1 :]])
+    less, same = others < weights[place], others == weights[place]
+    return (less.double() + 0.5 * same.double()).mean().item()
 
 
 def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -70,56 +82,60 @@ def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
     return torch.corrcoef(torch.stack(ranks))[0, 1].item()
 
 
+def figures(run, batch, problems) -> dict[str, float]:
+    """Means over completions: of weights on decisive and first wrong tokens, AUROC, EffN, Gini."""
+    found = {"decisive": [], "first_wrong": [], "auroc": []}
+    for row, problem in enumerate(problems):
+        ids = batch.ids[row, batch.prompt_width :][batch.mask[row]].tolist()
+        roles = token_roles([run.tokenizer.decode([i]) for i in ids], problem)
+        weights = batch.weights[row][batch.mask[row]]
+        for role in ("decisive", "first_wrong"):
+            # The first wrong token is one of the decisive ones.
+            chosen = torch.tensor([r in (role, "first_wrong") for r in roles])
+            if chosen.any():
+                found[role].append((weights[chosen].mean() / weights.mean()).item())
+        if (auroc := first_wrong_auroc(weights, roles)) is not None:
+            found["auroc"].append(auroc)
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    stats = weight_stats(batch.weights, batch.mask)
+    return means | {name: values.nanmean().item() for name, values in stats.items()}
+
+
 def measure(folder: str | None) -> list[dict]:
     """Prints the table of one policy; returns the page's groups."""
     problems = [p for p in chain_problems(PROBLEMS, held_out=True) for _ in range(SAMPLES)]
     print(f"\n{folder or 'untrained policy'}")
-    print("| credit | decisive | first wrong | EffN/T | Gini | rank correlation with OAR-P |")
-    print("|---|---|---|---|---|---|")
-    scores, groups, fields = {}, [], None
+    print("| credit | decisive | first wrong | its AUROC | EffN/T | Gini | rank with OAR-P |")
+    print("|---|---|---|---|---|---|---|")
+    scores, groups, sampled = {}, [], None
     for name, credit in METHODS:
         module = importlib.import_module(name)
         run = prepare(module, credit, folder)
-        fields = fields or sample(module, run, problems)
-        batch = module.Batch(**fields, advantages=torch.ones(len(problems)))
-        module.score(run, batch, True)
-        mask, shares = batch.mask, {"decisive": [], "first_wrong": []}
-        for row in range(len(problems)):
-            ids = batch.ids[row, batch.prompt_width :][mask[row]].tolist()
-            pieces = [run.tokenizer.decode([i]) for i in ids]
-            roles = token_roles(pieces, problems[row])
-            weights = batch.weights[row][mask[row]]
-            for role, values in shares.items():
-                # The first wrong token is one of the decisive ones.
-                chosen = torch.tensor([r in (role, "first_wrong") for r in roles])
-                if chosen.any():
-                    values.append((weights[chosen].mean() / weights.mean()).item())
+        sampled = sampled or sample(module, run, problems)
+        # Advantage 1: every row is scored.
+        batch = replace(sampled, advantages=torch.ones_like(sampled.rewards))
+        module.score(run, [batch], {})
         scores[credit], rank = batch.scores, ""
         if credit == "oar_g":
             pairs = zip(scores["oar_p"], scores["oar_g"], strict=True)
             pairs = [(p[p > 0], g[p > 0]) for p, g in pairs if (p > 0).sum() > 3]
             rank = f"{sum(spearman(p, g) for p, g in pairs) / len(pairs):.2f}"
-        stats = {k: v.nanmean().item() for k, v in weight_stats(batch.weights, mask).items()}
-        decisive, wrong = (sum(v) / len(v) for v in shares.values())
-        print(
-            f"| {credit} | {decisive:.2f} | {wrong:.2f} | {stats['effn']:.2f} | "
-            f"{stats['gini']:.2f} | {rank} |",
-            flush=True,
-        )
-        mean, std = (f(fields["rewards"].view(-1, SAMPLES), 1) for f in (torch.mean, torch.std))
-        advantages = (fields["rewards"].view(-1, SAMPLES) - mean[:, None]) / (std[:, None] + 1e-4)
-        batch.advantages = advantages.flatten()
-        group = credit_group(run.tokenizer, batch, problems, SAMPLES, 0)
-        for part in group if credit in ON_PAGE else []:
-            groups.append(part | {"prompt": f"[{credit}] {part['prompt']}"})
-        run.grader.close()
+        means = figures(run, batch, problems)
+        shown = [f"{means[x]:.2f}" for x in ("decisive", "first_wrong", "auroc", "effn", "gini")]
+        print(f"| {' | '.join([credit, *shown, rank])} |", flush=True)
+        if credit in ON_PAGE:
+            rewards = batch.rewards.view(-1, SAMPLES)
+            batch.advantages = module.group_advantages(rewards, "group").flatten()
+            for group in credit_group(run, [batch], dict(enumerate(problems))):
+                groups.append(group | {"note": f"Credit: {credit}. {group['note']}".strip()})
     return groups
 
 
 def main() -> None:
     measure(None)
     for folder in sys.argv[1:]:
-        groups = measure(folder)
+        step = {"step": json.loads((Path(folder) / "summary.json").read_text())["steps"]}
+        groups = [group | step for group in measure(folder)]
         flags = json.loads((Path(folder) / "config.json").read_text())
         title = f"One group under every method (policy trained with {flags['credit']})"
         write_credit_page(str(ROOT / "results/heatmap.html"), title, groups)

@@ -8,14 +8,16 @@
 Both regimes train on the same completions. "on" makes one update of 128 a rollout, so every ratio
 is 1 and the traces only weight the gradient; "off" makes four of 32, and the past ratios and the
 clip count too. A run is a folder of --output_dir; it is skipped where summary.json exists and
-flags.json says the same flags. The tables are rewritten after every run: strace_sweep.csv has a
-line a run, strace_sweep.md the mean and the standard deviation over the seeds.
+flags.json says the same flags, and goes on where it was interrupted. The tables are rewritten after
+every run: strace_sweep.csv has a line a run, strace_sweep.md the mean and the standard deviation
+over the seeds.
 """
 
 import argparse
 import csv
 import itertools
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +25,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RESUME = "--resume_from_checkpoint=latest"  # from the start if there is none
 REGIMES = {"on": 1, "off": 4}  # updates a rollout of 4 micro-batches, 32 completions each
 FIGURES = {  # of a run: heading and whether it is a share
     "sampled_accuracy": ("final sampled accuracy", True),  # held out
@@ -68,18 +71,25 @@ def plan(options: argparse.Namespace) -> dict[str, list[str]]:
 
 def finished(folder: Path, flags: list[str]) -> bool:
     """Whether the folder holds a whole run, and it was of these flags."""
-    same = folder / "flags.json"
-    return (folder / "summary.json").exists() and json.loads(same.read_text()) == flags
+    return (folder / "summary.json").exists() and same_flags(folder, flags)
+
+
+def same_flags(folder: Path, flags: list[str]) -> bool:
+    path = folder / "flags.json"
+    return path.exists() and json.loads(path.read_text()) == flags
 
 
 def run(folder: Path, flags: list[str]) -> bool:
-    """Trains in a process of its own; what it prints goes to log.txt. Whether it succeeded."""
+    """Trains in a process of its own; what it prints goes to log.txt. Whether it succeeded. A run
+    that was interrupted goes on at its checkpoint; one with other flags makes room."""
+    if not same_flags(folder, flags):
+        shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").unlink(missing_ok=True)  # of a run with other flags
     (folder / "flags.json").write_text(json.dumps(flags))
     command = [sys.executable, ROOT / "grpo_strace.py", *flags, f"--output_dir={folder}"]
-    with open(folder / "log.txt", "w") as log:
-        return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode == 0
+    with open(folder / "log.txt", "a") as log:
+        subprocess.run([*command, RESUME], stdout=log, stderr=subprocess.STDOUT, check=False)
+    return (folder / "summary.json").exists()
 
 
 def figures(folder: Path) -> dict[str, float]:

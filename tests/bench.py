@@ -4,11 +4,16 @@
     python tests/bench.py grpo_oar --repeats 9              # one script, more repeats
     python tests/bench.py --shape 1.7B grpo_arca --credit uniform arca --trl
     python tests/bench.py --shape 8B --lengths lognormal -- --rollout_weights adapter
+    git worktree add ../before ac8a25c && python tests/bench.py grpo_arca --credit uniform arca \
+        --against ../before
 
 Flags after `--` go to the scripts. Each repeat runs one step of every method, in turn, on the same
 prompts, policy and adapter; `--trl` adds to each a step of TRL's GRPOTrainer with the same
 checkpoint, NF4, LoRA, prompts, batch and rewards. A machine whose speed drifts so slows all alike,
 and ratios are taken within a repeat. Printed are medians, with quartiles in brackets.
+
+`--against FOLDER` runs each step here and in another checkout, by its own tests/bench.py, each in a
+process of its own, and prints the ratios. Defaults may differ between the two: give such flags.
 
 `--shape` is random weights in a published shape: a policy that neither stops nor answers. For it
 - rewards are random, and never the same for a whole group: every row is trained on;
@@ -23,15 +28,20 @@ A rollout is all of `collect`: merging the adapter, sampling, decoding, grading.
 """
 
 import argparse
+import contextlib
 import gc
 import importlib
+import json
 import math
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, get_args, get_type_hints
 
@@ -42,7 +52,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Train
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common.data import Problem, problem_at
+from common.data import Problem, correctness, problem_at
 
 VOCABULARY, STOP, GIB = 151_936, 0, 2**30
 SHAPES = {  # hidden, intermediate, layers, heads, tied
@@ -62,6 +72,26 @@ COLUMNS = (
     "script | credit | step, s | rollout, s | rollout, tokens/s | score, s | credit, s | update, s "
     "| update, tokens/s | step / uniform | weights, GiB | peak of rollout, score, update, GiB"
 )
+PHASES = {  # of a step: the seconds that --against compares
+    "step": ["step"],
+    "rollout": ["seconds_rollout"],
+    "score + credit": ["seconds_score", "seconds_credit"],
+    "update": ["seconds_update"],
+}
+WORKER = """
+import json, os, sys
+out = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # nothing else shall print where answers are read
+folder, name, credits, argv = json.loads(sys.argv[1])
+sys.path.insert(0, folder + "/tests")
+import bench
+options = bench.parse_options(argv)
+sys.modules[name].use_every_core()
+prepared = bench.prepare(sys.modules[name], credits, options)
+print("ready", file=out)
+for line in sys.stdin:
+    print(json.dumps(bench.step(prepared, *json.loads(line), 0.0), default=float), file=out)
+"""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -187,19 +217,22 @@ def prepare(module, credits: list[str], options: argparse.Namespace) -> Bench:
     args = methods[credits[0]]
     if options.shape == "tiny":
         tokenizer, data, _ = module.load_data(args)
-        run = module.build_run(args, tokenizer, module.Grader())
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-        shape, generator = (256, options.prompt_tokens), torch.Generator().manual_seed(0)
-        prompts = torch.randint(3, VOCABULARY, shape, generator=generator).tolist()
-        data = ([Problem("", "7")] * len(prompts), prompts)
-        count = args.per_device_train_batch_size * args.steps_per_generation
-        lengths = forced_lengths(options.lengths, count, args.max_completion_length)
-        module.row_uniforms = force_uniforms(module.row_uniforms, lengths)
-        run = module.build_run(args, tokenizer, RandomRewards())
-    for method in methods.values():
-        method.rollout_weights = args.rollout_weights  # build_run decides what `auto` is
-    return Bench(module, run, data, methods, lengths)
+        return Bench(module, module.build_run(args, tokenizer), data, methods, None)
+    run = module.build_run(args, AutoTokenizer.from_pretrained(args.model_name_or_path))
+    run.grader = RandomRewards()
+    shape, generator = (256, options.prompt_tokens), torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, VOCABULARY, shape, generator=generator).tolist()
+    count = args.per_device_train_batch_size * args.steps_per_generation
+    lengths = forced_lengths(options.lengths, count, args.max_completion_length)
+    module.row_uniforms = force_uniforms(module.row_uniforms, lengths)
+    return Bench(module, run, ([Problem("", "7")] * len(prompts), prompts), methods, lengths)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, with a GPU's work done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def allocated_gib(device: torch.device) -> float:
@@ -215,37 +248,36 @@ def peak_gib(device: torch.device, others: float = 0.0) -> float:
     return peak - others
 
 
-def weights_gib(*models: torch.nn.Module | None) -> float:
-    tensors = [p for model in models if model is not None for p in model.parameters()]
-    return sum({p.data_ptr(): p.nbytes for p in tensors}.values()) / GIB  # shared ones once
+def weights_gib(model: torch.nn.Module) -> float:
+    return sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values()) / GIB  # shared once
 
 
-def step(bench: Bench, credit: str, rollout: int, others: float) -> dict:
-    """One step: seconds of it and of its phases, tokens/s, peaks of memory."""
-    module, args = bench.module, bench.methods[credit]
-    run, device = bench.run._replace(args=args), bench.run.accelerator.device
+def step(bench: Bench, credit: str, repeat: int, others: float) -> dict:
+    """One step, of the rollout `repeat`: its seconds and its phases', tokens/s, peaks of memory."""
+    module, run = bench.module, replace(bench.run, args=bench.methods[credit], rollout=repeat)
+    args, device = run.args, run.accelerator.device
     peak_gib(device)
-    began = module.clock(device)
-    batch, _, _ = module.collect(run, rollout, *bench.data)
-    row = {"seconds_rollout": module.clock(device) - began, "peaks": [peak_gib(device, others)]}
-    check_lengths(batch.mask.sum(1).tolist(), bench.lengths)
-    if bench.lengths is not None:
-        plant_answers(batch, run.tokenizer)
-    one_update = args.num_iterations * args.steps_per_generation == args.gradient_accumulation_steps
-    began = module.clock(device)
-    row |= module.score(run, batch, one_update)
+    began = clock(device)
+    micros, _ = module.collect(run, bench.data, {})
+    row = {"seconds_rollout": clock(device) - began, "peaks": [peak_gib(device, others)]}
+    for micro in micros if bench.lengths is not None else ():
+        check_lengths(micro.mask.sum(1).tolist(), bench.lengths[micro.rows.cpu()])
+        plant_answers(micro, run.tokenizer)
+    module.score(run, micros, row)  # writes its seconds into the row
     row["peaks"].append(peak_gib(device, others))
-    row["score_tokens_per_second"] = int(batch.attention.sum()) / row["seconds_score"]
-    computed = row.get("credit_forward_tokens", 0)  # 0 without a forward of its own
-    row["credit_tokens_per_second"] = computed / row["seconds_credit"]
-    scored = module.clock(device)
-    for index in module.update_rows(args, batch) * args.num_iterations:
-        module.update(run, batch, index, one_update)
-    ended, tokens = module.clock(device), int(batch.attention.sum()) * args.num_iterations
+    scored, size = clock(device), args.gradient_accumulation_steps
+    for first in [*range(0, len(micros), size)] * args.num_iterations:
+        module.update(run, micros[first : first + size])
+    row["seconds_update"] = clock(device) - scored
     row["peaks"].append(peak_gib(device, others))
-    row |= {"seconds_update": ended - scored, "step": row["seconds_rollout"] + ended - began}
-    row["rollout_tokens_per_second"] = int(batch.mask.sum()) / row["seconds_rollout"]
-    return row | {"update_tokens_per_second": tokens / row["seconds_update"]}
+    row["step"] = sum(seconds for name, seconds in row.items() if name.startswith("seconds_"))
+    completed, every = (
+        sum(int(tokens.sum()) for tokens in masks)
+        for masks in zip(*((micro.mask, micro.attention) for micro in micros))
+    )
+    tokens = {"rollout": completed, "score": every, "update": every * args.num_iterations}
+    tokens["credit"] = row.get("credit_forward_tokens", 0)  # 0 without a forward of its own
+    return row | {f"{x}_tokens_per_second": n / row[f"seconds_{x}"] for x, n in tokens.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,7 +291,7 @@ class Trl(TrainerCallback):
         from trl import GRPOConfig, GRPOTrainer
 
         args, run, (problems, prompts) = bench.run.args, bench.run, bench.data
-        self.device, self.clock, self.rows = run.accelerator.device, bench.module.clock, []
+        self.device, self.rows = run.accelerator.device, []
         self.lengths, on_gpu = bench.lengths, self.device.type == "cuda"
         before = allocated_gib(self.device)
         model = bench.module.load_policy(args, self.device)
@@ -284,7 +316,7 @@ class Trl(TrainerCallback):
         )
 
         def reward(prompts: list[str], completions: list[str], **_) -> list[float]:
-            return run.grade(completions, [problems[int(place)] for place in prompts])
+            return correctness(run.grader, completions, [problems[int(place)] for place in prompts])
 
         data = Dataset.from_dict({"prompt": chosen})  # those of `collect`, each by its place
         how = {"train_dataset": data, "processing_class": run.tokenizer, "callbacks": [self]}
@@ -301,9 +333,9 @@ class Trl(TrainerCallback):
         self.trainer.train()
 
     def timed_generate(self, prompts: list[list[int]], *inputs):
-        began = self.clock(self.device)
+        began = clock(self.device)
         completions, logprobs = self.generate(prompts, *inputs)
-        seconds, lengths = self.clock(self.device) - began, [len(ids) for ids in completions]
+        seconds, lengths = clock(self.device) - began, [len(ids) for ids in completions]
         check_lengths(lengths, self.lengths)
         self.tokens = sum(lengths) + sum(map(len, prompts))
         self.rows[-1] |= {
@@ -317,11 +349,11 @@ class Trl(TrainerCallback):
         self.others = allocated_gib(self.device) - self.own
         peak_gib(self.device)
         self.rows.append({"seconds_score": 0.0, "seconds_credit": 0.0})
-        self.began = self.clock(self.device)
+        self.began = clock(self.device)
 
     def on_step_end(self, args, state, control, **_):
         row = self.rows[-1]
-        row["step"] = self.clock(self.device) - self.began
+        row["step"] = clock(self.device) - self.began
         row["seconds_update"] = row["step"] - row["seconds_rollout"]
         row["update_tokens_per_second"] = self.tokens / row["seconds_update"]
         row["peaks"].append(peak_gib(self.device, self.others))
@@ -331,15 +363,17 @@ class Trl(TrainerCallback):
 # --------------------------------------------------------------------------------------------------
 # The table
 # --------------------------------------------------------------------------------------------------
-def spread(values: list[float]) -> str:
+def spread(values: list[float], digits: int = 2) -> str:
     """Median (quartiles)."""
     values = values * 2 if len(values) == 1 else values  # as many as quantiles() wants
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.2f} ({low:.2f} - {high:.2f})"
+    quartiles = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = (f"{x:.{digits}f}" for x in quartiles)
+    return f"{middle} ({low} - {high})"
 
 
-def ratio(rows: list[dict], to: list[dict], name: str) -> str:
-    return spread([a[name] / b[name] for a, b in zip(rows, to, strict=True)])
+def ratio(rows: list[dict], to: list[dict], names: list[str], digits: int = 2) -> str:
+    pairs = [[sum(row[x] for x in names) for row in pair] for pair in zip(rows, to, strict=True)]
+    return spread([a / b for a, b in pairs], digits)
 
 
 def table_row(script: str, credit: str, rows: list[dict], uniform: list[dict], gib: float) -> str:
@@ -351,21 +385,16 @@ def table_row(script: str, credit: str, rows: list[dict], uniform: list[dict], g
     cells += [median("seconds_rollout"), median("rollout_tokens_per_second", 0)]
     cells += [median(f"seconds_{phase}") for phase in ("score", "credit", "update")]
     cells += [median("update_tokens_per_second", 0)]
-    cells += [ratio(rows, uniform, "step") if uniform else "-", f"{gib:.3g}"]
+    cells += [ratio(rows, uniform, ["step"]) if uniform else "-", f"{gib:.3g}"]
     cells += [", ".join("n/a" if math.isnan(peak) else f"{peak:.1f}" for peak in peaks)]
     return f"| {' | '.join(cells)} |"
 
 
 def forward_lines(timings: dict[str, list[dict]]) -> list[str]:
-    """How fast a credit that is forwards alone computes them, beside the log-probs' forward."""
-    pair = ("credit_tokens_per_second", "score_tokens_per_second")
-    shares = {
-        credit: [row[pair[0]] / row[pair[1]] for row in rows]
-        for credit, rows in timings.items()
-        if rows[0].get("credit_forward_tokens") and not rows[0]["credit_backward_tokens"]
-    }
-    lines = [f"{c}: {spread(x)} times the tokens/s of the score forward" for c, x in shares.items()]
-    return [""] * bool(lines) + lines
+    """How fast OAR-P, which is forwards alone, computes them, beside the log-probs' forward."""
+    pair, rows = ("credit_tokens_per_second", "score_tokens_per_second"), timings.get("oar_p", [])
+    share = spread([row[pair[0]] / row[pair[1]] for row in rows]) if rows else ""
+    return ["", f"oar_p: {share} times the tokens/s of the score forward"] if rows else []
 
 
 def header(bench: Bench, options: argparse.Namespace) -> str:
@@ -387,6 +416,14 @@ def header(bench: Bench, options: argparse.Namespace) -> str:
     )
 
 
+def progress(name: str, options: argparse.Namespace, repeat: int, began: float) -> None:
+    """Says on standard error which repeat is done and how long the rest takes."""
+    total, gone = options.warmup + options.repeats, time.perf_counter() - began
+    eta = f"{gone:.0f} s gone, about {gone / (repeat + 1) * (total - repeat - 1):.0f} s left"
+    kind = "warm-up" if repeat < options.warmup else "repeat"
+    print(f"{name}: {kind} {repeat + 1} of {total}, {eta}", file=sys.stderr, flush=True)
+
+
 def measure(name: str, credits: list[str], options: argparse.Namespace) -> list[str]:
     """The lines of one script: head, table, ratios to TRL."""
     bench = prepare(sys.modules[name], credits, options)
@@ -397,10 +434,7 @@ def measure(name: str, credits: list[str], options: argparse.Namespace) -> list[
     def ours(repeat: int) -> None:
         for credit, rows in timings.items():
             rows.append(step(bench, credit, repeat, trl.own if trl else 0.0))
-        gone, left = time.perf_counter() - began, total - repeat - 1
-        eta = f"{gone:.0f} s gone, about {gone / (repeat + 1) * left:.0f} s left"
-        kind = "warm-up" if repeat < options.warmup else "repeat"
-        print(f"{name}: {kind} {repeat + 1} of {total}, {eta}", file=sys.stderr, flush=True)
+        progress(name, options, repeat, began)
 
     if trl:
         trl.run(ours)
@@ -408,24 +442,71 @@ def measure(name: str, credits: list[str], options: argparse.Namespace) -> list[
         for repeat in range(total):
             ours(repeat)
     timings = {credit: rows[options.warmup :] for credit, rows in timings.items()}
-    gib, uniform = weights_gib(bench.run.model, bench.run.dense), timings.get("uniform", [])
+    gib, uniform = weights_gib(bench.run.model), timings.get("uniform", [])
     lines = [f"{name}: {header(bench, options)}", "", f"| {COLUMNS} |", "|" + "---|" * 12]
     lines += [table_row(name, credit, rows, uniform, gib) for credit, rows in timings.items()]
-    if trl is None:
-        return lines + forward_lines(timings)
-    theirs = trl.rows[options.warmup :]
-    lines += [table_row("TRL", "GRPO", theirs, uniform, trl.weights), ""]
-    return (
-        lines
-        + [
-            f"{credit} against TRL: {ratio(own, theirs, 'rollout_tokens_per_second')} times the "
-            f"rollout's tokens/s, {ratio(theirs, own, 'step')} times as fast a step"
+    if trl:
+        theirs, speed = trl.rows[options.warmup :], ["rollout_tokens_per_second"]
+        lines += [table_row("TRL", "GRPO", theirs, uniform, trl.weights), ""]
+        lines += [
+            f"{credit} against TRL: {ratio(own, theirs, speed)} times the rollout's tokens/s, "
+            f"{ratio(theirs, own, ['step'])} times as fast a step"
             for credit, own in timings.items()
         ]
-        + forward_lines(timings)
-    )
+    return lines + forward_lines(timings)
 
 
+# --------------------------------------------------------------------------------------------------
+# Another checkout
+# --------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def worker(folder: Path, *job: object):
+    """A process with that checkout's bench, common/ and scripts; yields ask(credit, repeat), which
+    runs a step in it."""
+    command = [sys.executable, "-W", "ignore", "-c", WORKER, json.dumps([str(folder), *job])]
+    quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with subprocess.Popen(command, env=quiet, **pipes) as process:
+
+        def answer() -> str:
+            said = f"bench.py: error: {folder} failed, see above"
+            return process.stdout.readline() or sys.exit(said)
+
+        def ask(credit: str, repeat: int) -> dict:
+            process.stdin.write(json.dumps([credit, repeat]) + "\n")
+            return json.loads(answer())
+
+        answer()  # it is ready
+        yield ask
+
+
+def compare(name: str, credits: list[str], options: argparse.Namespace) -> list[str]:
+    """The lines of one script, here and in another checkout: seconds here over seconds there. A
+    repeat is a step in each; the first of a repeat is the second of the next."""
+    there, began, found = options.against.resolve(), time.perf_counter(), []
+    with contextlib.ExitStack() as stack:
+        job = (name, credits, options.shared)
+        asks = [stack.enter_context(worker(folder, *job)) for folder in (ROOT, there)]
+        for repeat in range(options.warmup + options.repeats):
+            found.append({})
+            for credit in credits:
+                order = (0, 1) if repeat % 2 == 0 else (1, 0)
+                found[-1][credit] = {side: asks[side](credit, repeat) for side in order}
+            progress(name, options, repeat, began)
+    lines = [f"{name}: seconds in {ROOT} over those in {there}, median (quartiles) of "]
+    lines[0] += f"{options.repeats}; arguments: {' '.join(options.shared)}"
+    lines += ["", f"| credit | {' | '.join(PHASES)} | step, s | there |", "|" + "---|" * 7]
+    for credit in credits:
+        here, old = ([pair[credit][side] for pair in found[options.warmup :]] for side in (0, 1))
+        cells = [ratio(here, old, names, 3) for names in PHASES.values()]
+        cells += [spread([row["step"] for row in rows]) for rows in (here, old)]
+        lines.append(f"| {credit} | {' | '.join(cells)} |")
+    return lines
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line
+# --------------------------------------------------------------------------------------------------
 def parse_options(argv: list[str]) -> argparse.Namespace:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -439,14 +520,21 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--prompt_tokens", type=int, default=128, help="of a shape's random prompts")
     add("--completion_tokens", type=int, help="at most; default 256, tiny: the script's")
     add("--lengths", choices=["equal", "lognormal"], default="equal", help="of a shape")
-    add("--trl", action="store_true", help="TRL's GRPOTrainer beside ours")
+    beside = parser.add_mutually_exclusive_group()
+    beside.add_argument("--trl", action="store_true", help="TRL's GRPOTrainer beside ours")
+    beside.add_argument("--against", type=Path, help="folder of another checkout, beside this one")
     add("--repeats", type=int, default=5)
     add("--warmup", type=int, default=2, help="repeats before those, not counted")
     add("--cache", default=f"{tempfile.gettempdir()}/qwen3-shapes", help="folder of checkpoints")
     options = parser.parse_args(argv[:cut])
     options.flags = argv[cut + 1 :]
+    mine = argparse.ArgumentParser(add_help=False)
+    mine.add_argument("--against")
+    options.shared = mine.parse_known_args(argv[:cut])[1] + argv[cut:]  # an older bench lacks it
     for name in set(options.scripts) - set(scripts):
         parser.error(f"no script {name}: there are {', '.join(scripts)}")
+    if options.against and not (options.against / "tests/bench.py").is_file():
+        parser.error(f"--against {options.against}: there is no tests/bench.py in it")
     if options.shape != "tiny":
         options.completions = options.completions or 64
         options.completion_tokens = options.completion_tokens or 256
@@ -470,7 +558,8 @@ def main() -> None:
         credits = [credit for credit in known if credit in (options.credit or known)]
         if credits:
             sys.modules[name].use_every_core()
-            print(*measure(name, credits, options), "", sep="\n", flush=True)
+            how = compare if options.against else measure
+            print(*how(name, credits, options), "", sep="\n", flush=True)
         gc.collect()  # the script's models, before the next one's
         torch.cuda.empty_cache()
 

@@ -1,6 +1,8 @@
 """What the trainer's tests share: a policy on the tiny checkpoint, and batches of random rows."""
 
+import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -36,14 +38,52 @@ def make_run():
         for name, value in flags.items():
             argv += [f"--{name}", str(value)]
         args = module.parse_args(argv)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        run = module.build_run(args, tokenizer, module.Grader())
+        run = module.build_run(args, AutoTokenizer.from_pretrained(model))
         randomise_adapter(run.model, adapter)
-        if run.dense is not None:
-            module.merge(run.model, run.dense)  # as a rollout does
         return run
 
     return make
+
+
+TINY_RUN = {
+    "max_steps": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "num_generations": 4, "max_completion_length": 8, "max_eval_samples": 2, "warmup_steps": 1,
+    "num_generations_eval": 1, "eval_steps": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run_main(monkeypatch, tmp_path, capfd):
+    """run_main(max_steps=4, ...) -> (exit code, stdout, stderr) of grpo_arca.py, in this process;
+    its files are in tmp_path/out."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.chdir(tmp_path)
+
+    def start(**flags) -> tuple[int, str, str]:
+        flags = TINY_RUN | {"output_dir": "out"} | flags
+        argv = [f"--{name}={value}" for name, value in flags.items()]
+        monkeypatch.setattr(sys, "argv", ["grpo_arca.py", *argv])
+        code = 0
+        try:
+            trainer.main()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    yield start
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def rows_of(tmp_path):
+    """rows_of() -> the rows of updates in the metrics.jsonl of `run_main`."""
+
+    def read() -> list[dict]:
+        lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if "reward" in row]
+
+    return read
 
 
 def random_batch(
@@ -63,9 +103,8 @@ def random_batch(
     noise = torch.randn(rows, length, generator=generator)
     mask = attention[:, prompt:]
     return module.Batch(
-        rollout=0,
-        prompt_width=prompt,
         rows=torch.arange(rows),
+        prompt_width=prompt,
         ids=torch.where(attention, ids, 0),
         attention=attention,
         truncated=torch.zeros(rows, dtype=torch.bool),

@@ -27,7 +27,7 @@ import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import peft.tuners.lora.bnb  # noqa: F401
 import torch
-from transformers import AutoTokenizer
+import transformers
 
 import common.metrics
 import grpo_arca
@@ -107,8 +107,8 @@ def settle(running: dict[int, tuple[dict, float]]) -> None:
 def load_once() -> None:
     """What libraries compile and look up for the first policy, done before the forks."""
     args = grpo_arca.parse_args([])
-    grpo_arca.transformers_logging.disable_progress_bar()  # it has a thread
-    AutoTokenizer.from_pretrained(args.model_name_or_path)
+    transformers.logging.disable_progress_bar()  # it has a thread
+    transformers.AutoTokenizer.from_pretrained(args.model_name_or_path)
     grpo_arca.load_policy(args, torch.device("cpu"))
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page it looks at

@@ -20,17 +20,19 @@ import time
 import warnings
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
+import bitsandbytes as bnb
 import torch
 import transformers
+from accelerate.utils import convert_outputs_to_fp32
+from bench import SHAPES, shape_config  # which finds the scripts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from bench import SHAPES, shape_config  # which finds the scripts
 import grpo_arca as trainer
-import bitsandbytes as bnb
 
 GIB, OVERHEAD, SLACK = 2**30, 0.6, 1.05
 CARDS = {8: 7.6, 12: 11.6, 16: 15.6, 24: 23.5, 80: 79.1}  # GB sold: GiB that CUDA sees
@@ -76,28 +78,26 @@ class LiveBytes(TorchDispatchMode):
 def empty_pretrained(config: PretrainedConfig):
     """What stands for `from_pretrained`: the model without data, its layers NF4 where asked."""
 
-    def load(name: str, attn_implementation: str, quantization_config=None, **_):
-        how = {"dtype": torch.bfloat16, "attn_implementation": attn_implementation}
+    def load(name: str, quantization_config=None, **_):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **how).requires_grad_(False)
-            for name, layer in list(model.named_modules()):
-                if not quantization_config or not isinstance(layer, torch.nn.Linear):
-                    continue
-                if layer is not model.get_output_embeddings():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            for path, layer in list(model.named_modules()) if quantization_config else ():
+                head = layer is model.get_output_embeddings()
+                if isinstance(layer, torch.nn.Linear) and not head:
                     sides = (layer.in_features, layer.out_features)
                     how = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
-                    model.set_submodule(name, bnb.nn.Linear4bit(*sides, bias=False, **how))
+                    model.set_submodule(path, bnb.nn.Linear4bit(*sides, bias=False, **how))
         model.is_loaded_in_4bit = bool(quantization_config)
         return model
 
     return load
 
 
-def allocate(*models: torch.nn.Module | None) -> None:
-    """Replaces their tensors without data by new ones, quantised where the layer is 4-bit; what
-    models share they still share."""
+def allocate(model: torch.nn.Module) -> None:
+    """Replaces its tensors without data by new ones, quantised where the layer is 4-bit; what is
+    shared stays shared."""
     made: dict[torch.Tensor, torch.Tensor] = {}
-    for module in [module for model in models if model is not None for module in model.modules()]:
+    for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.ones(buffer.shape)
         for name, old in module._parameters.items():
@@ -120,75 +120,72 @@ def filled(module: torch.nn.Module, old: torch.nn.Parameter) -> torch.nn.Paramet
 
 
 def count(config: PretrainedConfig, options: argparse.Namespace, fake: bool = True) -> dict:
-    """Peaks of a step's phases in GiB, as allocated; `step` is what must be there, `graphs` what of
-    it captured decode steps reserve for good."""
+    """Peaks of a step's phases in GiB, as allocated; `step` is what must be there."""
     flags = ["--model_name_or_path", "none", "--gradient_checkpointing", "True"]
-    flags += ["--rollout_weights", options.rollout_weights, *options.flags]
-    args = trainer.parse_args(flags)
-    replaced = ("AutoModelForCausalLM", "dequantize_bnb_weight")
-    real = {name: getattr(trainer, name) for name in replaced}
+    # ARCA's forwards, without a metric that takes values and not shapes alone.
+    args = trainer.parse_args([*flags, *options.flags, "--credit", "divergence"])
     bnb.functional.quantize_4bit(torch.ones(64, 64), compress_statistics=True)  # makes its tables
-    trainer.AutoModelForCausalLM = SimpleNamespace(from_pretrained=empty_pretrained(config))
-    trainer.dequantize_bnb_weight = lambda w: bnb.functional.dequantize_4bit(w.data, w.quant_state)
-    try:
-        model = trainer.load_policy(args, SimpleNamespace(type="cuda"))
-        dense = trainer.load_dense(args, model)
+    stand_ins = {  # DTYPE as on a GPU
+        "DTYPE": torch.bfloat16,
+        "dequantize_bnb_weight": lambda w: bnb.functional.dequantize_4bit(w.data, w.quant_state),
+    }
+    with (
+        mock.patch.multiple(trainer, **stand_ins),
+        mock.patch.object(AutoModelForCausalLM, "from_pretrained", empty_pretrained(config)),
+        # How many prompts are different is not in their shapes.
+        mock.patch.object(torch.Tensor, "unique", lambda ids, **_: (ids[::GROUP], groups(ids))),
+    ):
+        model = trainer.load_policy(args, torch.device("cpu"))
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
         autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
         with mode, LiveBytes() as memory, autocast:
-            return phases(args, model, dense, memory, options)
-    finally:
-        vars(trainer).update(real)
+            return phases(args, model, memory, options)
 
 
-def phases(args, model, dense, memory: LiveBytes, options: argparse.Namespace) -> dict:
+def groups(rows: torch.Tensor) -> torch.Tensor:
+    """Which prompt each row has."""
+    return torch.arange(len(rows)) // GROUP
+
+
+def phases(args, model, memory: LiveBytes, options: argparse.Namespace) -> dict:
     """One step's operations, in the script's order, on tensors of the right shapes."""
-    allocate(model, dense)
+    allocate(model)
     count, prompt, length = options.completions, options.prompt_tokens, options.completion_tokens
-    policy = trainer.Policy(model, 1.0)
+    policy = trainer.Policy(model, args.temperature)
+    policy.forward = convert_outputs_to_fp32(policy.forward)  # as Accelerate does
+    run = SimpleNamespace(args=args, policy=policy, model=model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=True)  # as on a GPU
     ids = torch.ones(options.micro_batch, prompt + length, dtype=torch.long)
-    inputs = (ids, ids.bool(), prompt)
-    place = torch.arange(options.micro_batch)
-    once = {"prompts": (place[::GROUP], place // GROUP)}
+    nothing = torch.zeros(options.micro_batch, length)
+    rows = torch.arange(options.micro_batch)
     for _ in range(2):  # in the first, AdamW has no state yet
         memory.phase()
         found = {"weights": memory.live / GIB}
-        if dense is not None:
-            trainer.merge(model, dense)
-        sampled = dense or model.get_base_model()
-        # A GPU's widths are multiples of 64.
-        width = -(-prompt // 64) * 64
-        whole = -(-(width + length) // 64) * 64
-        prompts = [[row // GROUP] * prompt for row in range(count)]
-        sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        shape, eos = (count, width, whole - width), torch.zeros(1, dtype=torch.long)
-        decoder = trainer.Decoder(sampled, eos, 0, shape, sampling)
-        with torch.no_grad():
-            policy.eval()
-            decoder.start(prompts, torch.rand(count, whole - width))
-            started, before = memory.phase(), memory.live
-            decoder.step(count, decoder.columns)
-        stepped = memory.phase()
-        found |= {"rollout": max(started, stepped), "graphs": stepped - before / GIB}
-        decoder.release()
+        dense = options.rollout_weights == "merged"
+        with torch.no_grad(), trainer.merged(model) if dense else contextlib.nullcontext():
+            base, u = policy.eval().model.get_base_model(), torch.rand(count, length)
+            decoder = trainer.Decoder(base, [[0] * prompt] * count, u, (1.0, 0, 1.0))
+            started, before = memory.phase(), memory.live / GIB
+            decoder.step()
+            found["rollout"] = max(started, stepped := memory.phase())
+            del decoder, u
         memory.phase()
-        with torch.no_grad():
-            adapted = policy.eval()(*inputs, with_entropy=True, **once)
-            with model.disable_adapter():
-                base = policy(*inputs, **once)
-        del adapted, base
+        micro = trainer.Batch(rows, prompt, ids, ids.bool(), rows > 0, nothing)
+        trainer.score(run, [micro], {})
         found["score"] = memory.phase()
-        logp = policy.train()(*inputs).logp
+        logp = policy.train()(micro).logp
         logp.sum().backward()
-        del logp
+        del logp, micro
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         found["update"] = memory.phase()
-    later = found["graphs"] + max(found["score"], found["update"])
-    return found | {"step": max(found["rollout"], later)}
+    # What a captured step uses is reserved for it alone.
+    captured = stepped + stepped - before
+    return found | {"step": max(captured, found["rollout"], found["score"], found["update"])}
 
 
 def card_for(gib: float) -> str:

@@ -4,17 +4,16 @@
 
 A start takes ten seconds, so one start does every script, credit and loss type. The main process
 writes to FILE, for each split and case, what `Record` holds. The steps are the trainer's own:
-`collect`, `score`, `update_rows`, `update`. Every update begins at the parameters that it began at
-in the first split, which FIRST is the file of: what is compared is one update, not how far
-rounding of the ones before it has led.
+`collect`, `score`, `update`. Every update begins at the parameters that it began at in the first
+split, which FIRST is the file of: what is compared is one update, not how far rounding of the ones
+before it has led.
 """
 
-import contextlib
 import hashlib
 import os
 import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -57,7 +56,6 @@ MORE = (  # paths of the trainer, and of a method, that ask the other processes 
     Case("grpo_arca", "arca", ("dapo",), ("--beta", "0.1")),
     Case("grpo_arca", "arca", ("dapo",), CUT),
     Case("grpo_arca", "arca", ("grpo",), ("--scale_rewards", "batch")),
-    Case("grpo_arca", "arca", ("dapo",), ("--max_tokens_per_micro_batch", "250")),
     Case("grpo_oar", "oar_g", ("grpo",)),
     Case("grpo_strace", "s_trace", ("grpo",), ("--trace_mask_scope", "batch")),
 )
@@ -109,10 +107,9 @@ def build(script: str, load_in_4bit: bool):
     args = make_args(Case(script, "uniform", LOSSES), LOSSES[0], *SPLITS[1][0])
     args.load_in_4bit = load_in_4bit
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    with contextlib.redirect_stdout(sys.stderr):
-        run = module.build_run(args, tokenizer, HashGrader())
+    run = module.build_run(args, tokenizer)
     randomise_adapter(run.model)
-    return run
+    return replace(run, grader=HashGrader())
 
 
 def task(tokenizer, seed: int) -> tuple[list[Problem], list[list[int]]]:
@@ -128,28 +125,19 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def in_order(accelerator, batch, values: torch.Tensor) -> torch.Tensor:
-    """Values [N, ...] of all processes' rows, by their place in the rollout."""
-    return accelerator.gather(values)[accelerator.gather(batch.rows).argsort()].clone()
-
-
-def rollout_facts(run, batch, metrics: dict[str, float]) -> tuple:
+def rollout_facts(run, micros, metrics: dict[str, float]) -> tuple:
     """The first fields of a `Record`, which no split may change."""
-    accelerator = run.accelerator
-    gathered = grpo_arca.gather_object(
-        [
-            (row, ids[real].tolist())
-            for row, ids, real in zip(batch.rows.tolist(), batch.ids, batch.attention, strict=True)
-        ]
-    )
-    numbers = (batch.rewards, batch.advantages)
-    metrics |= rollout_metrics(accelerator, batch, run.args.num_generations)
-    samples = [ids for _, ids in sorted(gathered)]
-    return samples, *(in_order(accelerator, batch, n) for n in numbers), metrics
+    gather = run.accelerator.gather
+    mine = [ids[real].tolist() for x in micros for ids, real in zip(x.ids, x.attention)]
+    samples = grpo_arca.gather_object(mine)  # in the order of the rows of all processes
+    order = gather(torch.cat([micro.rows for micro in micros])).argsort()
+    numbers = [torch.cat([getattr(x, n) for x in micros]) for n in ("rewards", "advantages")]
+    metrics |= rollout_metrics(run, micros, seconds=1.0)
+    return [samples[i] for i in order], *(gather(x)[order].clone() for x in numbers), metrics
 
 
-def run_updates(run, module, batch, record: Record, rows, first: dict | None) -> None:
-    """One update on each of `rows`, watched, from where those of `first` began."""
+def run_updates(run, module, parts, record: Record, first: dict | None) -> None:
+    """One update on each of `parts`, watched, from where those of `first` began."""
     accelerator, clip = run.accelerator, run.accelerator.clip_grad_norm_
     trained = [p for p in run.model.parameters() if p.requires_grad]
 
@@ -158,11 +146,11 @@ def run_updates(run, module, batch, record: Record, rows, first: dict | None) ->
         return clip(parameters, limit)
 
     accelerator.clip_grad_norm_ = watch
-    for i, index in enumerate(rows):
+    for i, micros in enumerate(parts):
         if first is not None:
             torch.nn.utils.vector_to_parameters(first["parameters"][i].clone(), trained)
         record.parameters.append(flat(trained))
-        record.updates.append(module.update(run, batch, index, one_update=False))
+        record.updates.append(module.update(run, micros))
         ranks = accelerator.gather(flat(trained)[None])  # [processes, parameters]
         record.ranks_agree.append(bool((ranks == ranks[:1]).all()))
     del accelerator.clip_grad_norm_  # the class's own again
@@ -177,16 +165,17 @@ def run_case(run, case: Case, start: torch.Tensor, split: tuple[int, int], first
     module, records = MODULES[case.script], {}
     trained = [p for p in run.model.parameters() if p.requires_grad]
     torch.nn.utils.vector_to_parameters(start.clone(), trained)
-    run = run._replace(args=make_args(case, case.losses[0], *split))
-    batch, _, _ = module.collect(run, 0, *task(run.tokenizer, run.args.seed))
-    facts = rollout_facts(run, batch, module.score(run, batch, one_update=False))
+    run, metrics = replace(run, args=make_args(case, case.losses[0], *split)), {}
+    micros, _ = module.collect(run, task(run.tokenizer, run.args.seed), metrics)
+    module.score(run, micros, metrics)
+    facts, size = rollout_facts(run, micros, metrics), run.args.gradient_accumulation_steps
+    parts = [micros[:size], micros[size:]][: 1 if len(case.losses) > 1 else 2]
     for loss in case.losses:
         torch.nn.utils.vector_to_parameters(start.clone(), trained)
         records[case.name(loss)] = record = Record(*facts)
-        rows = module.update_rows(run.args, batch)[: 1 if len(case.losses) > 1 else 2]
-        again, other = rows * run.args.num_iterations, first.get(case.name(loss))
-        run = run._replace(args=make_args(case, loss, *split))
-        run_updates(run, module, batch, record, again, other)
+        again, other = parts * run.args.num_iterations, first.get(case.name(loss))
+        run = replace(run, args=make_args(case, loss, *split))
+        run_updates(run, module, again, record, other)
     return records
 
 

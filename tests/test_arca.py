@@ -1,6 +1,7 @@
 """ARCA and the signals beside it, against the paper's formulas written token by token."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +17,16 @@ def paper_weights(alpha: list[float], p: float) -> list[float]:
     return [r / sum(raised) for r in raised]
 
 
-def fresh_batch(rows=8, **kw):
-    batch = random_batch(rows=rows, **kw)
-    for name in ("logp", "base_logp", "entropy", "scores", "credit", "weights"):
-        setattr(batch, name, None)
-    return batch
+def fresh_batch(**kw):
+    unscored = dict.fromkeys(("logp", "base_logp", "entropy", "scores", "credit", "weights"))
+    return replace(random_batch(**kw), **unscored)
+
+
+def scored(run, *batches):
+    """Fresh batches (or those given) that the trainer has scored as one rollout."""
+    batches = batches or (fresh_batch(),)
+    trainer.score(run, list(batches), {})
+    return batches[0]
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0])
@@ -28,8 +34,7 @@ def fresh_batch(rows=8, **kw):
 def test_signals_against_a_token_by_token_reference(make_run, credit, p):
     """One completion at a time, unpadded, through the model's own logits and hidden states."""
     run = make_run(credit=credit, sharpening=p)
-    batch = fresh_batch()
-    trainer.score(run, batch, one_update=True)
+    batch = scored(run)
     base = run.model.get_base_model()
     run.policy.eval()
     for row in range(len(batch.rows)):
@@ -75,8 +80,7 @@ def test_weights_by_hand():
 def test_a_fresh_adapter_gives_uniform_weights(make_run, p):
     """B = 0: every residual is exactly 0; with p = 2 the sum is about T * 1e-16."""
     run = make_run(adapter=0.0, sharpening=p)
-    batch = fresh_batch()
-    trainer.score(run, batch, one_update=True)
+    batch = scored(run)
     assert (batch.scores == 0).all()
     assert torch.allclose(batch.weights, batch.mask.float(), atol=1e-6)
 
@@ -95,20 +99,20 @@ def test_edge_cases_stay_finite(scale):
 
 
 def test_batched_scores_equal_one_by_one(make_run):
+    """In whatever micro-batches a rollout is scored, its weights are the same."""
     run = make_run()
-    batch = fresh_batch()
-    trainer.score(run, batch, one_update=True)
-    for row in range(len(batch.rows)):
-        alone = fresh_batch().select(torch.tensor([row]))
-        trainer.score(run, alone, one_update=True)
-        width = alone.mask.shape[1]
-        assert torch.allclose(alone.weights[0], batch.weights[row, :width], atol=1e-4)
+    batch = scored(run)
+    singles = [fresh_batch().select(torch.tensor([row])) for row in range(8)]
+    scored(run, *singles)
+    for weights, single in zip(batch.weights, singles, strict=True):
+        width = single.mask.shape[1]
+        assert torch.allclose(single.weights[0], weights[:width], atol=1e-4)
 
 
 def test_scoring_leaves_gradients_and_weights_alone(make_run):
     run = make_run(beta=0.1)
     before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
-    trainer.score(run, fresh_batch(), one_update=True)
+    scored(run)
     for name, parameter in run.model.named_parameters():
         assert parameter.grad is None and torch.equal(parameter, before[name])
 
@@ -116,23 +120,18 @@ def test_scoring_leaves_gradients_and_weights_alone(make_run):
 def test_arca_costs_one_forward_more_than_uniform(make_run):
     """Its base pass and the KL's are the same one."""
     for credit, beta, passes in (
-        ("uniform", 0, 1),
-        ("arca", 0, 2),
-        ("arca", 0.1, 2),
-        ("uniform", 0.1, 2),
-    ):
-        run = make_run(credit=credit, beta=beta)
-        calls = []
+        ("uniform", 0, 1), ("arca", 0, 2), ("uniform", 0.1, 2), ("arca", 0.1, 2)
+    ):  # fmt: skip
+        run, calls = make_run(credit=credit, beta=beta), []
         run.policy.register_forward_hook(lambda *_, c=calls: c.append(1))
-        trainer.score(run, fresh_batch(), one_update=True)
+        scored(run)
         assert len(calls) == passes, (credit, beta)
 
 
 def test_shuffled_permutes_within_the_completion(make_run):
     weights = {}
     for credit in ("arca", "shuffled"):
-        run, batch = make_run(credit=credit), fresh_batch()
-        trainer.score(run, batch, one_update=True)
+        batch = scored(make_run(credit=credit))
         weights[credit] = batch.weights
     moved = 0
     for arca, shuffled, mask in zip(weights["arca"], weights["shuffled"], batch.mask, strict=True):
@@ -145,8 +144,8 @@ def test_shuffled_permutes_within_the_completion(make_run):
 def test_random_has_arcas_concentration_and_nothing_else(make_run):
     weights = {}
     for credit in ("arca", "random"):
-        run, batch = make_run(credit=credit), fresh_batch(rows=64, length=40)
-        trainer.score(run, batch, one_update=True)
+        run = make_run(credit=credit)
+        batch = scored(run, fresh_batch(rows=64, length=40))
         weights[credit] = batch.weights
     arca, random = (weight_stats(w, batch.mask) for w in weights.values())
     keep = arca["effn"].isfinite() & (batch.mask.sum(1) > 3)
@@ -155,7 +154,7 @@ def test_random_has_arcas_concentration_and_nothing_else(make_run):
     pairs = torch.stack([weights["arca"][batch.mask], weights["random"][batch.mask]])
     assert torch.corrcoef(pairs)[0, 1].abs() < 0.1
     again = fresh_batch(rows=64, length=40).select(torch.arange(10, 20))  # stateless, row by row
-    trainer.score(run, again, one_update=True)
+    scored(run, again)
     width = again.mask.shape[1]
     # the random draw is by row; its concentration follows ARCA's, which rounds differently
     assert torch.allclose(again.weights, weights["random"][10:20, :width], atol=2e-2)
@@ -163,8 +162,8 @@ def test_random_has_arcas_concentration_and_nothing_else(make_run):
 
 def test_the_diff_of_weights_reaches_the_gradient(make_run):
     """At ratio 1 the loss is the paper's -mean_i A_i sum_t w_t log pi(y_t), with sum_t w_t = 1."""
-    run, batch = make_run(), fresh_batch()
-    trainer.score(run, batch, one_update=True)
+    run = make_run()
+    batch = scored(run)
     leaf = batch.logp.clone().requires_grad_()
     scale = trainer.token_scale(run.args, batch.loss_mask, 8, 1)
     trainer.policy_loss(run.args, batch, leaf, batch.logp, scale)[0].backward()

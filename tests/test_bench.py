@@ -42,6 +42,59 @@ def test_planted_answers_are_found():
             assert tokenizer.decode(completion[begin:end]) == "7"
 
 
+OTHER_BENCH = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import grpo_arca
+from common import SECONDS
+def parse_options(argv):
+    return argv
+def prepare(module, credits, options):
+    print("noise")  # must not be taken for an answer
+    return module, credits, options
+def step(bench, credit, repeat, others):
+    assert bench == (grpo_arca, ["uniform", "arca"], FLAGS) and others == 0
+    seconds = (SECONDS + repeat) * (2 if credit == "arca" else 1)
+    names = "step seconds_rollout seconds_score seconds_credit seconds_update".split()
+    return dict.fromkeys(names, seconds)
+"""
+
+
+def test_another_checkout_runs_in_turn_by_its_own_bench(tmp_path, monkeypatch, capsys):
+    """Each checkout sees its own bench, script and common/, and the flags without --against; the
+    warm-up does not count. Here 5, 6, 7 s a step, there 2, 3, 4 s."""
+    for name, seconds in {"here": 4, "there": 1}.items():
+        (tmp_path / name / "tests").mkdir(parents=True)
+        (tmp_path / name / "common.py").write_text(f"SECONDS = {seconds}")
+        (tmp_path / name / "grpo_arca.py").write_text("def use_every_core(): pass")
+    argv = ["grpo_arca", "--credit", "uniform", "arca", "--repeats=3", "--warmup", "1"]
+    rest = ["--", "--seed", "2"]
+    for name in ("here", "there"):
+        text = OTHER_BENCH.replace("FLAGS", repr(argv + rest))
+        (tmp_path / name / "tests/bench.py").write_text(text)
+    monkeypatch.setattr(bench, "ROOT", tmp_path / "here")
+    options = bench.parse_options([*argv, f"--against={tmp_path / 'there'}", *rest])
+    lines = bench.compare("grpo_arca", ["uniform", "arca"], options)
+    assert "1 of 4" in capsys.readouterr().err
+    for line, credit, scale in zip(lines[4:], ("uniform", "arca"), (1, 2), strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[:5] == [credit] + ["2.000 (1.875 - 2.250)"] * 4
+        assert [float(cell.split()[0]) for cell in cells[5:]] == [6 * scale, 3 * scale]
+
+
+def test_a_checkout_that_fails_ends_the_comparison_with_a_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_options(["grpo_arca", "--against", str(tmp_path)])
+    assert "there is no tests/bench.py in it" in capsys.readouterr().err
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/bench.py").write_text("broken")
+    bench.parse_options(["grpo_arca", "--against", str(tmp_path)])
+    with pytest.raises(SystemExit, match="failed, see above"), bench.worker(tmp_path, "", [], []):
+        pass
+
+
 def test_lengths():
     assert bench.forced_lengths("equal", 3, 7).tolist() == [7, 7, 7]
     lengths = bench.forced_lengths("lognormal", 64, 300).float()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import transformers
 from conftest import ROOT, TINY
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import grpo_arca as trainer
 from common import data
 from common.data import Chain, DataError, Operation, Problem
+from common.reward import Grader, RewardError
 from common.tiny_policy import make
 
 SHARED = ROOT.parent / "shared/data"
@@ -354,6 +356,11 @@ def test_the_saved_tokenizer_fits_the_model(tokenizer):
 ROWS = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40)]
 
 
+def plain(problems: list[Problem]) -> list[Problem]:
+    """Without their other columns."""
+    return [problem._replace(columns={}) for problem in problems]
+
+
 def write(path: Path, rows: list[dict]) -> str:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -376,19 +383,24 @@ def test_local_files_of_every_kind(tmp_path, kind, prompt, answer):
     gold = "It is \\boxed{%s}." if answer == "solution" else "%s"
     rows = [{prompt: r["problem"], answer: gold % r["answer"], "level": 1} for r in ROWS]
     found = all_problems(write(tmp_path / f"set.{kind}", rows))
-    assert found == sorted([Problem(r["problem"], r["answer"]) for r in ROWS], key=str)
+    expected = [(r["problem"], r["answer"]) for r in ROWS]
+    columns = [{answer: gold % right, "level": 1} for _, right in expected]
+    made = [Problem(*e, columns=c) for e, c in zip(expected, columns, strict=True)]
+    assert found == sorted(made, key=str)
 
 
 def test_columns_named_by_flags(tmp_path):
     rows = [{"q": r["problem"], "a": r["answer"], "problem": "no", "answer": "no"} for r in ROWS]
     name = write(tmp_path / "set.jsonl", rows)
     found = all_problems(name, prompt_column="q", answer_column="a")
-    assert found == sorted([Problem(r["problem"], r["answer"]) for r in ROWS], key=str)
+    assert sorted(plain(found)) == sorted(Problem(r["problem"], r["answer"]) for r in ROWS)
+    assert all(p.columns == {"a": p.answer, "problem": "no", "answer": "no"} for p in found)
 
 
 def test_answer_wins_over_solution_and_problem_over_prompt(tmp_path):
     row = {"prompt": "P", "problem": "Q", "solution": "\\boxed{1}", "answer": "2"}
-    assert data.parse_rows([row], "x", None, None) == [Problem("Q", "2")]
+    columns = {"prompt": "P", "solution": "\\boxed{1}", "answer": "2"}
+    assert data.parse_rows([row], "x", None, None) == [Problem("Q", "2", (), columns)]
 
 
 @pytest.mark.parametrize(
@@ -412,10 +424,14 @@ def test_rows_without_an_answer_are_left_out():
     golds = ["\\boxed{1}", "no box", "", None, "\\boxed{}", "#### ", "\\boxed{2}"]
     rows = [{"problem": f"p{i}", "solution": gold} for i, gold in enumerate(golds)]
     rows += [{"problem": None, "solution": "\\boxed{3}"}, {"problem": "", "solution": "\\boxed{4}"}]
-    assert data.parse_rows(rows, "x", None, None) == [Problem("p0", "1"), Problem("p6", "2")]
+    found = data.parse_rows(rows, "x", None, None)
+    assert plain(found) == [Problem("p0", "1"), Problem("p6", "2")]
+    assert [p.columns["solution"] for p in found] == ["\\boxed{1}", "\\boxed{2}"]
     golds = ["4", "", None, "####", 5]
     rows = [{"problem": f"p{i}", "answer": gold} for i, gold in enumerate(golds)]
-    assert data.parse_rows(rows, "x", None, None) == [Problem("p0", "4"), Problem("p4", "5")]
+    found = data.parse_rows(rows, "x", None, None)
+    assert plain(found) == [Problem("p0", "4"), Problem("p4", "5")]
+    assert found[1].columns == {"answer": 5}  # as it stands in the row
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -426,7 +442,7 @@ def test_conversational_prompts(tmp_path, kind, tokenizer):
 
     name = write(tmp_path / f"s.{kind}", [{"prompt": chat(i), "answer": str(i)} for i in range(9)])
     found = all_problems(name)
-    assert found == sorted([Problem(chat(i), str(i)) for i in range(9)], key=str)
+    assert plain(found) == sorted([Problem(chat(i), str(i)) for i in range(9)], key=str)
     text = tokenizer.decode(data.encode_prompt(tokenizer, found[0].prompt))
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 0?")
 
@@ -448,18 +464,18 @@ def test_local_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tm
         assert len(held_out) == len(rows) // 5
         assert not {p.prompt for p in train} & {p.prompt for p in held_out}
         assert {p.prompt for p in train + held_out} == {r["problem"] for r in ROWS}
-        seen.add(tuple(held_out))
+        seen.add(tuple(p.prompt for p in held_out))
     assert len(seen) == 1
     few = data.load_problems(flags(dataset_name=name, max_eval_samples=3))[1]
-    assert few == list(seen.pop())[:3]
+    assert [p.prompt for p in few] == list(seen.pop())[:3]
 
 
 def test_an_evaluation_set_of_its_own(tmp_path):
     name = write(tmp_path / "train.jsonl", ROWS)
     other = write(tmp_path / "eval.jsonl", ROWS[30:] + [{"problem": "New?", "answer": "7"}])
     train, held_out = data.load_problems(flags(dataset_name=name, eval_dataset_name=other))
-    assert len(held_out) == 11 and Problem("New?", "7") in held_out
-    assert sorted(train) == sorted(Problem(r["problem"], r["answer"]) for r in ROWS[:30])
+    assert len(held_out) == 11 and Problem("New?", "7") in plain(held_out)
+    assert sorted(plain(train)) == sorted(Problem(r["problem"], r["answer"]) for r in ROWS[:30])
     train, held_out = data.load_problems(flags(dataset_name=name, eval_dataset_name=data.EMBEDDED))
     assert len(train) == 40 and len(held_out) == flags().max_eval_samples
     assert all(p.steps for p in held_out)
@@ -469,8 +485,62 @@ def test_the_embedded_sets():
     train, held_out = data.load_problems(flags(max_eval_samples=100))
     assert len(train) == 4096 and len(held_out) == 100
     assert not {p.prompt for p in train} & {p.prompt for p in held_out}
+    assert all(p.columns == {"answer": p.answer} for p in train + held_out)
     again = data.load_problems(flags(max_eval_samples=100, seed=2))
     assert again[1] == held_out and again[0] != train
+
+
+# ------------------------------------------------------------------------------------- rewards
+CHAT = [{"role": "user", "content": "2 + 2?"}]
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader(timeout=30.0) as shared:
+        yield shared
+
+
+def test_correctness(grader):
+    texts = [RIGHT, RIGHT.replace("42", "43"), RIGHT.replace("{79}", "{78}"), "", "so \\boxed{8/2}"]
+    problems = [PROBLEM] * 4 + [Problem("2 + 2?", "4")]
+    assert data.correctness(grader, texts, problems) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert data.correctness(grader, [], []) == []
+
+
+def test_rewards_by_name(grader):
+    seen = []
+
+    def length(prompts, completions, completion_ids, **columns):
+        seen.append((prompts, completions, columns))
+        return [len(ids) for ids in completion_ids]
+
+    def level(level, **_):
+        return level
+
+    problems = [
+        Problem("2 + 2?", "4", columns={"answer": "4", "level": 1, "rare": 0}),
+        Problem("3 + 3?", "6", columns={"answer": "6", "level": 2}),
+    ]
+    texts, ids = ["\\boxed{4}", "\\boxed{5}"], [[1, 2, 3], [4]]
+    functions = {"length": length, "accuracy_reward": None, "level": level}
+    got = data.rewards_of(grader, functions, texts, ids, problems)
+    assert got == {"length": [3.0, 1.0], "accuracy_reward": [1.0, 0.0], "level": [1.0, 2.0]}
+    assert list(got) == list(functions)
+    columns = {"answer": ["4", "6"], "level": [1, 2]}  # not `rare`: one of them lacks it
+    assert seen == [(["2 + 2?", "3 + 3?"], texts, columns)]
+    none = data.rewards_of(grader, {"length": length, "accuracy_reward": None}, [], [], [])
+    assert none == {"length": [], "accuracy_reward": []}
+    with pytest.raises(RewardError, match="length"):
+        data.rewards_of(grader, {"length": length}, texts, ids[:1], problems)
+
+
+def test_a_chat_gets_messages(grader):
+    def content(completions, **_):
+        return [float(completion[0]["content"]) for completion in completions]
+
+    problems = [Problem(CHAT, "4", columns={"answer": "4"})] * 2
+    got = data.rewards_of(grader, {"content": content}, ["7", "8"], [[1], [1]], problems)
+    assert got == {"content": [7.0, 8.0]}
 
 
 # ---------------------------------------------------------------------------- Hub and real data
@@ -526,6 +596,7 @@ def test_gsm8k():
     assert problems[0].prompt.startswith("Natalia sold clips to 48 of her friends in April")
     assert [p.answer for p in problems[:4]] == ["72", "10", "5", "42"]
     assert all(re.fullmatch(r"-?[\d,]+(\.\d+)?", p.answer) for p in problems)
+    assert all(p.columns["answer"].endswith("#### " + p.answer) for p in problems)
 
 
 def test_math500():
@@ -662,3 +733,63 @@ def test_training_and_evaluation_prompts_come_from_the_same_function(monkeypatch
             f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{problem.prompt}"
             "<|im_end|>\n<|im_start|>assistant\n"
         )
+
+
+# ----------------------------------------------------------------- what fits into the model
+SHORT = {"max_position_embeddings": 4096}
+WINDOW = (64, "sliding window")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ("Llama", {}, (4096, "context")),
+        ("Qwen2", {"sliding_window": 64}, (4096, "context")),  # it has to be switched on
+        ("Qwen2", {"sliding_window": 64, "use_sliding_window": False}, (4096, "context")),
+        ("Qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, WINDOW),
+        ("Qwen3", {"sliding_window": 64, "use_sliding_window": False}, (4096, "context")),
+        ("Mistral", {"sliding_window": 64}, WINDOW),
+        ("Mistral", {"sliding_window": None}, (4096, "context")),
+        ("Mistral", {"sliding_window": 9999}, (4096, "context")),
+        ("Gemma3Text", {"sliding_window": 64}, WINDOW),
+        ("Gemma3Text", {"sliding_window": 64, "layer_types": ["full_attention"] * 26},
+         (4096, "context")),
+        ("Llama4Text", {"attention_chunk_size": 64}, (64, "attention chunk")),
+        ("Llama4Text", {"attention_chunk_size": 64, "layer_types": ["full_attention"] * 48},
+         (4096, "context")),
+    ],
+)  # fmt: skip
+def test_longest_sequence(kind, given, expected):
+    config = getattr(transformers, kind + "Config")(**SHORT, **given)
+    assert data.longest_sequence(config) == expected
+
+
+def test_a_config_that_states_no_length():
+    class Bare:
+        layer_types = None
+
+    assert data.longest_sequence(Bare())[0] > 10**9
+
+
+@pytest.mark.parametrize(
+    ("window", "room", "says"),
+    [
+        (None, 512, "exceed the model's context of 512: set it to "),
+        (256, 256, "exceed the model's sliding window of 256: set it to "),
+        (8, 8, "exceed the model's sliding window of 8: leave the long prompts out"),
+    ],
+)
+def test_prompts_that_do_not_fit(tmp_path, window, room, says):
+    for file in Path(TINY).glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    small |= {"num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 512}
+    transformers.MistralConfig(**small, sliding_window=window).save_pretrained(tmp_path)
+    given = {"model_name_or_path": tmp_path, "max_completion_length": 500}
+    with pytest.raises(DataError, match=says) as error:
+        data.load_data(flags(**given))
+    left = re.search(r"set it to (\d+) or less", str(error.value))
+    longest = int(re.search(r"prompt \((\d+) tokens\)", str(error.value))[1])
+    assert left is None if longest >= room else int(left[1]) == room - longest
+    if left:
+        data.load_data(flags(**given | {"max_completion_length": left[1]}))

@@ -4,6 +4,9 @@ It takes no GPU: the device is `cpu:1`, which torch takes for the CPU, and a mod
 call of torch notes what was put there. Backward runs inside torch, where the mode sees nothing.
 """
 
+import contextlib
+import json
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -61,14 +64,13 @@ class TwoDevices(TorchFunctionMode):
 
 
 def loaded_there(load):
-    """`load_policy` or `load_dense`, with the tensors of the model marked."""
+    """`load_policy`, with the tensors of the model marked."""
 
-    def marked(args, what):
-        what = torch.device("cpu") if what == DEVICE else what
+    def marked(args, _):
         TwoDevices.looks = False
-        model = load(args, what)
+        model = load(args, torch.device("cpu"))
         TwoDevices.looks = True
-        for x in (*model.parameters(), *model.buffers()) if model else ():
+        for x in (*model.parameters(), *model.buffers()):
             x.is_there = True
             state = getattr(x, "quant_state", None)  # of a 4-bit weight, and of its own scales
             for part in (state, state.state2) if state else ():
@@ -79,59 +81,63 @@ def loaded_there(load):
     return marked
 
 
-FLAGS = ["--beta 0.1 --top_p 0.9 --rollout_weights adapter", "--top_k 5 --lora_dropout 0.1"]
 CREDITS = {
     grpo_arca: "arca uniform surprisal entropy_reduction divergence random shuffled",
     grpo_oar: "oar_g oar_p uniform random shuffled",
     grpo_strace: "s_trace p_trace gspo grpo_lambda uniform",
 }
-CASES = [(module, credit) for module in CREDITS for credit in CREDITS[module].split()]
-CASES = [(*case, FLAGS[i % 2]) for i, case in enumerate(CASES)]
-CASES += [(grpo_oar, credit, flags) for credit in ("oar_g", "oar_p") for flags in FLAGS]
+SIZE = "--per_device_train_batch_size 8 --gradient_accumulation_steps 2 --num_generations 4"
+FLAGS = (
+    "--beta 0.1 --top_p 0.9 --rollout_weights adapter",
+    "--top_k 5 --lora_dropout 0.1 --num_iterations 2",
+)
 
 
 def prepare(monkeypatch, module, flags: str):
-    """What `main` prepares: the flags, the tokenizer and both sets of problems."""
+    """The flags of a run on DEVICE."""
     monkeypatch.setattr(Accelerator, "device", property(lambda self: DEVICE))
     monkeypatch.setattr(Accelerator, "prepare_model", lambda self, model, **_: model)
-    for name in ("load_policy", "load_dense"):
-        monkeypatch.setattr(module, name, loaded_there(getattr(module, name)))
-    argv = "--per_device_train_batch_size 8 --gradient_accumulation_steps 2 --num_generations 4"
-    args = module.parse_args([*argv.split(), *flags.split()])
-    return args, *module.load_data(args)
+    monkeypatch.setattr(module, "load_policy", loaded_there(module.load_policy))
+    return module.parse_args(f"{SIZE} {flags}".split())
 
 
-@pytest.mark.parametrize("module, credit, flags", sorted(set(CASES), key=str))
-def test_a_step(monkeypatch, module, credit, flags):
-    args, tokenizer, train_set, _ = prepare(monkeypatch, module, f"--credit {credit} {flags}")
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("module", CREDITS, ids=lambda module: module.__name__)
+def test_a_step(monkeypatch, module, flags):
+    """One rollout, and on it a score and an update with each credit."""
+    tokenizer, train_set, _ = module.load_data(args := prepare(monkeypatch, module, flags))
     with TwoDevices():
-        run = module.build_run(args, tokenizer, module.Grader())
-        batch, _, _ = module.collect(run, 0, *train_set)
-        metrics = module.score(run, batch, False)
-        for index in module.update_rows(args, batch):
-            module.update(run, batch, index, False)
-    assert all(map(is_there, tensors_of(list(vars(batch).values()))))
-    assert batch.rewards.std() > 0 and metrics.get("credit_completions", 1) > 0
+        run = module.build_run(args, tokenizer)
+        micros, _ = module.collect(run, train_set, {})
+        for credit in CREDITS[module].split():
+            metrics = {}
+            run.args = module.parse_args(f"{SIZE} --credit {credit} {flags}".split())
+            module.score(run, micros, metrics)
+            module.update(run, micros)
+            for micro in micros:
+                assert all(map(is_there, tensors_of(list(vars(micro).values()))))
+            assert metrics.get("credit_forward_tokens", 1) > 0 or credit == "uniform"
+    assert torch.cat([micro.rewards for micro in micros]).std() > 0
 
 
 def test_a_run(monkeypatch, tmp_path):
     """With evaluation, metrics, checkpoint, report, and a second run that resumes."""
-    flags = f"--output_dir {tmp_path} --save_steps 1 --max_eval_samples 4 --max_steps"
-    for steps, found in ((1, 0), (2, 1)):
-        more = f"{flags} {steps} --resume_from_checkpoint latest --max_tokens_per_micro_batch 900"
-        args, tokenizer, *data = prepare(monkeypatch, grpo_arca, more)
+    flags = f"--output_dir {tmp_path} --save_steps 1 --max_eval_samples 2 --num_generations_eval 2"
+    flags += " --max_completion_length 16 --resume_from_checkpoint latest --max_steps"
+    for steps in (1, 2):
+        args = prepare(monkeypatch, grpo_arca, f"{flags} {steps}")
+        monkeypatch.setattr(grpo_arca.signal, "signal", lambda *_: None)  # pytest has its own
         with TwoDevices():
-            run = grpo_arca.build_run(args, tokenizer, grpo_arca.Grader())
-            at = grpo_arca.resume(run, grpo_arca.find_checkpoint(args))
-            log = grpo_arca.RunLog(args.output_dir, vars(args), at.step)
-            assert at.step == found and grpo_arca.run_to_the_end(run, at, *data, log) == 0
+            grpo_arca.run_to_the_end(args)
         monkeypatch.undo()
+        rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
 
 
 class Waits(TorchDispatchMode):
     """Collects operations that wait for the device or copy from the host: none can be captured."""
 
-    NEVER = "_local_scalar_dense nonzero masked_select _unique2 unique_dim lift_fresh is_nonzero"
+    NEVER = "_local_scalar_dense nonzero masked_select _unique2 unique_dim is_nonzero"
 
     def __init__(self):
         super().__init__()
@@ -142,23 +148,27 @@ class Waits(TorchDispatchMode):
         boolean = name.startswith("index") and any(
             x.dtype == torch.bool for x in tensors_of(args[1:2])
         )
+        if name == "lift_fresh":  # x[...] = False lifts the False, and is a fill
+            boolean = args[0].dtype != torch.bool or args[0].dim() > 0
         self.found += [name] if name in self.NEVER.split() or boolean else []
         return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("weights", ["merged", "adapter"])
-@pytest.mark.parametrize(
-    "sampling", [{"temperature": 0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}]
-)
+@pytest.mark.parametrize("sampling", [(0.0, 0, 1.0), (0.7, 9, 0.9)], ids=["greedy", "sampled"])
 def test_a_decode_step_can_be_captured(make_run, weights, sampling):
-    run = make_run(rollout_weights=weights)
-    model = run.dense or run.model.get_base_model()
-    decoder = grpo_arca.Decoder(model, run.eos_ids, 0, (4, 8, 16), sampling)
-    with torch.no_grad():
-        decoder.start([[5, 6, 7], [5, 6]] * 2, torch.rand(4, 16))
-        with Waits() as waits:
-            decoder.step(4, 16)
-    assert waits.found == []
+    """The second step on the same tensors, and the second on fewer rows."""
+    run, u = make_run(), torch.rand(4, 16)
+    merged = grpo_arca.merged(run.model) if weights == "merged" else contextlib.nullcontext()
+    with torch.no_grad(), merged:
+        prompts = [[5, 6, 7], [5, 6]] * 2
+        decoder = grpo_arca.Decoder(run.model.get_base_model(), prompts, u, sampling)
+        for rows in ([0, 1, 2, 3], [0, 3]):
+            decoder.keep(torch.tensor(rows))
+            decoder.step()
+            with Waits() as waits:
+                decoder.step()
+            assert waits.found == []
 
 
 def test_what_cannot_be_captured_is_noticed():

@@ -1,10 +1,10 @@
-"""What breaks in the middle of a run: numbers, memory, disk, tracker, reward workers."""
+"""What breaks in the middle of a run: numbers, memory, disk, tracker, reward workers, listeners."""
 
 import contextlib
 import json
 import os
+import resource
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -14,78 +14,50 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ROOT, random_batch
-from test_resume import case, outcome, run, stderr
+from conftest import ROOT, TINY_RUN, random_batch
+from test_resume import case, outcome, run, state_file, stderr
 
 import grpo_arca as trainer
-
-TINY_RUN = {
-    "max_steps": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
-    "num_generations": 4, "max_completion_length": 8, "max_eval_samples": 2, "warmup_steps": 1,
-    "num_generations_eval": 1, "eval_steps": 0,
-}  # fmt: skip
-
-
-@pytest.fixture
-def run_main(monkeypatch, tmp_path, capfd):
-    """run_main(max_steps=4, ...) -> (exit code, stdout, stderr) of the script, in this process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def start(**flags) -> tuple[int, str, str]:
-        flags = TINY_RUN | {"output_dir": tmp_path / "out"} | flags
-        argv = [f"--{name}={value}" for name, value in flags.items()]
-        monkeypatch.setattr(sys, "argv", ["grpo_arca.py", *argv])
-        code = 0
-        try:
-            trainer.main()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capfd.readouterr()
-
-    yield start
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def rows_of(tmp_path) -> list[dict]:
-    lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "reward" in row]
 
 
 # --------------------------------------------------------------------------------------------------
 # Numbers
 # --------------------------------------------------------------------------------------------------
+def state_of(run) -> list[torch.Tensor]:
+    """All that an update changes."""
+    moments = [x for state in run.optimizer.state_dict()["state"].values() for x in state.values()]
+    return [x.clone() for x in (*run.model.parameters(), *moments)]
+
+
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_an_update_that_is_not_finite_is_skipped(make_run, monkeypatch, where):
     run, batch, inner = make_run(), random_batch(), trainer.policy_loss
-    index = torch.arange(8)
 
     def broken(*inputs):
         loss, clipped = inner(*inputs)
         return (loss * torch.nan if where == "loss" else loss + (loss - loss).sqrt()), clipped
 
-    trainer.update(run, batch, index, True)  # so that there is a state to spoil
-    tensors, _ = trainer.training_state(run)
+    trainer.update(run, [batch])  # so that there are moments to spoil
+    before = state_of(run)
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "policy_loss", broken)
-        row = trainer.update(run, batch, index, True)
-    assert row["skipped_update"] == 1 and run.scheduler.last_epoch == 1
+        row = trainer.update(run, [batch])
+    assert row["skipped_update"] == run.skipped == 1 and run.scheduler.last_epoch == 1
     assert all(p.grad is None for p in run.model.parameters())
-    after, _ = trainer.training_state(run)
-    assert all(torch.equal(after[name], tensor) for name, tensor in tensors.items())
-    row = trainer.update(run, batch, index, True)
-    assert row["skipped_update"] == 0 and row["grad_norm"] > 0
-    assert any(not torch.equal(trainer.training_state(run)[0][n], t) for n, t in tensors.items())
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(run), strict=True))
+    row = trainer.update(run, [batch])
+    assert row["skipped_update"] == run.skipped == 0 and row["grad_norm"] > 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, state_of(run), strict=True))
 
 
-def test_ten_in_a_row_stop_the_run_with_a_checkpoint(run_main, monkeypatch, tmp_path):
+def test_ten_in_a_row_stop_the_run_with_a_checkpoint(run_main, rows_of, monkeypatch, tmp_path):
     inner = trainer.policy_loss
     monkeypatch.setattr(trainer, "policy_loss", lambda *a: (inner(*a)[0] * torch.nan, inner(*a)[1]))
-    code, out, err = run_main(max_steps=20)
-    assert code == 1 and "Traceback" not in err
-    assert "not finite in 10 updates in a row" in out and "--learning_rate" in out
-    assert [row["skipped_update"] for row in rows_of(tmp_path)] == [1] * 10
-    assert (tmp_path / "out/checkpoint-10/training_state.safetensors").is_file()
+    code, _, err = run_main(max_steps=20)
+    assert code == 2 and "Traceback" not in err
+    assert "not finite in 10 updates in a row" in err and "--learning_rate" in err
+    assert [row["skipped_update"] for row in rows_of()] == [1] * 10
+    assert (tmp_path / "out/checkpoint-10/state.pt").is_file()
 
 
 def test_tokens_of_nan_logits_are_of_the_vocabulary():
@@ -94,64 +66,94 @@ def test_tokens_of_nan_logits_are_of_the_vocabulary():
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory, tracker, workers
+# Memory, tracker, rewards
 # --------------------------------------------------------------------------------------------------
-def test_out_of_memory_is_a_sentence_with_three_flags_and_a_checkpoint(
-    run_main, monkeypatch, tmp_path
-):
+def test_out_of_memory_is_a_sentence_with_three_flags(run_main, rows_of, monkeypatch, tmp_path):
+    """And the last checkpoint, if there is one, goes on."""
     inner = trainer.collect
 
-    def greedy(run, rollout, *data):
-        if rollout == 1:
+    def greedy(run, *inputs):
+        if run.rollout == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-        return inner(run, rollout, *data)
+        return inner(run, *inputs)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "collect", greedy)
-        code, out, err = run_main()
+        code, _, err = run_main(save_steps=1)
     flags = ("--gradient_checkpointing", "--per_device_train_batch_size", "--rollout_weights")
-    said = out[out.index("out of GPU memory") :]
+    said = err[err.index("error: out of GPU memory") :]
     places = [said.index(name) for name in flags]
-    assert code == 1 and "Traceback" not in err and places == sorted(places), out
-    assert (tmp_path / "out/checkpoint-1").is_dir()
-    code, out, err = run_main(resume_from_checkpoint="latest")
-    assert code == 0 and [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3]
+    assert code == 2 and "Traceback" not in err and places == sorted(places), err
+    code, _, err = run_main(resume_from_checkpoint="latest")
+    assert code == 0 and [row["step"] for row in rows_of()] == [1, 2, 3], err
 
 
-def test_out_of_memory_while_loading(run_main, monkeypatch):
-    def greedy(*_):
+@pytest.mark.parametrize("where", ["load_policy", "check_model"])
+def test_out_of_memory_before_the_first_step(run_main, monkeypatch, where):
+    def greedy(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trainer, "load_policy", greedy)
+    monkeypatch.setattr(trainer, "load_policy" if where == "load_policy" else "sample", greedy)
     code, _, err = run_main()
     assert code == 2 and "--gradient_checkpointing" in err and "Traceback" not in err
 
 
-def test_a_tracker_that_fails_is_said_once(run_main, monkeypatch, tmp_path):
-    def unreachable(*_, **__):
-        raise ConnectionError("no route to host")
-
+@pytest.mark.parametrize("when", ["start", "log"])
+def test_a_tracker_that_fails_is_said_once(run_main, monkeypatch, when):
     calls = []
-    monkeypatch.setattr(trainer.Accelerator, "init_trackers", unreachable)
-    code, _, err = run_main()
-    assert code == 0 and err.count("going on without") == 1 and "no route to host" in err
-    shutil.rmtree(tmp_path / "out")
-    monkeypatch.undo()
 
-    def late(self, *_):
+    def start(self, *_, **__):
+        if when == "start":
+            raise ConnectionError("no route to host")
+        self.trackers.append("one")
+
+    def log(self, *_):
         calls.append(1)
         if self.trackers:
-            raise ConnectionError("gone")
+            raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(trainer.Accelerator, "log", late)
-    monkeypatch.setattr(
-        trainer.Accelerator, "init_trackers", lambda self, *_, **__: self.trackers.append("one")
-    )
-    code, _, err = run_main(output_dir=tmp_path / "again")
-    assert code == 0 and err.count("going on without") == 1 and len(calls) >= 4
+    monkeypatch.setattr(trainer.Accelerator, "init_trackers", start)
+    monkeypatch.setattr(trainer.Accelerator, "log", log)
+    code, _, err = run_main()
+    assert code == 0 and err.count("going on without") == 1 and "no route to host" in err
+    assert len(calls) == 5
 
 
-def test_a_killed_reward_worker_is_said_once_and_replaced(run_main, tmp_path):
+SHAPED = """
+def shaped(completions, completion_ids, answer, **_):
+    assert all(answer), "the set's columns are given"
+    return [100 + len(set(ids)) / 7 for ids in completion_ids]
+
+def broken(completions, **_):
+    raise ValueError("no digits\\nhere")
+"""
+
+
+def test_a_reward_function_of_the_users_own_is_trained_on(run_main, rows_of, tmp_path, monkeypatch):
+    """From the working directory, weighted and summed; evaluation stays correctness."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "rewards_of_mine.py").write_text(SHAPED)
+    flags = {"max_steps": 2, "max_eval_samples": 8, "max_completion_length": 80}
+    code, _, err = run_main(reward_funcs="rewards_of_mine.shaped", reward_weights=2, **flags)
+    assert code == 0, err
+    for row in rows_of():
+        assert row["reward"] == pytest.approx(2 * row["rewards/shaped/mean"], rel=1e-5)
+        assert row["rewards/shaped/mean"] > 100 and row["grad_norm"] > 0
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    for name in ("before", "after"):
+        assert 0 < summary[name]["greedy_accuracy"] < 1
+
+
+def test_an_exception_in_a_reward_function_is_one_sentence(run_main, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "rewards_that_break.py").write_text(SHAPED)
+    code, _, err = run_main(reward_funcs="rewards_that_break.broken")
+    sentences = [line for line in err.splitlines() if "error:" in line]
+    assert code == 2 and "Traceback" not in err and len(sentences) == 1, err
+    assert "reward function broken: ValueError" in sentences[0] and "no digits" in sentences[0]
+
+
+def test_a_killed_reward_worker_is_said_once_and_replaced(run_main, rows_of, tmp_path):
     """Answers that take a worker to compare; the first worker to appear is killed."""
     data = tmp_path / "data.jsonl"
     problems = [{"problem": f"Start with {i}, add 19.", "answer": "\\frac{1}{2}"} for i in range(9)]
@@ -173,7 +175,7 @@ def test_a_killed_reward_worker_is_said_once_and_replaced(run_main, tmp_path):
     )
     assert killed and code == 0 and "Traceback" not in err
     assert err.count("worker") <= 1  # a worker that dies before it was ready is just replaced
-    assert len(rows_of(tmp_path)) == 2
+    assert len(rows_of()) == 2
 
 
 @pytest.fixture
@@ -248,6 +250,20 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(make_run, monkeypatch, tmp_path):
+    run = make_run(output_dir=tmp_path)
+    trainer.save_checkpoint(run)
+
+    def full(*_):
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    run.step = 1
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="cannot save .*checkpoint-1.*StreamWriter failed"):
+        trainer.save_checkpoint(run)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-0"]
+
+
 @pytest.mark.slow
 def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_is_whole(small_disk, tmp_path):
     flags = {"save_steps": 1, "num_iterations": 1, "max_steps": 6}
@@ -257,12 +273,10 @@ def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_is_whole(small_disk, 
     said = stderr(tmp_path / "full")
     errors = [line for line in said.splitlines() if "error:" in line]
     left = sorted(path.name for path in (small_disk / "out").glob("*checkpoint-*"))
-    assert len(errors) == 1 and "is full" in errors[0] and left[-1] in errors[0], said
+    assert len(errors) == 1 and "cannot save" in errors[0], said
     assert "Traceback" not in said and left and not any("partial" in name for name in left)
     for name in left:  # what is there is what an undisturbed run wrote
-        path = f"{name}/training_state.safetensors"
-        state = (small_disk / "out" / path).read_bytes()
-        assert state == (tmp_path / "whole/out" / path).read_bytes()
+        assert state_file(small_disk / "out" / name) == state_file(tmp_path / "whole/out" / name)
     remount = ["mount", "-o", "remount,size=64M", str(small_disk)]
     subprocess.run(remount, check=True)
     again = case(tmp_path / "full", **full, resume_from_checkpoint="latest")
@@ -272,36 +286,41 @@ def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_is_whole(small_disk, 
 
 
 # --------------------------------------------------------------------------------------------------
-# Micro-batches of a number of tokens
+# What is said on the terminal, and a terminal that does not listen
 # --------------------------------------------------------------------------------------------------
-def test_a_token_budget_changes_the_micro_batches_and_nothing_else(make_run):
-    run, batch, gradients = make_run(), random_batch(), []
-    for budget in (None, 40, 1):
-        run.args.max_tokens_per_micro_batch = budget
-        parts = trainer.micro_batches(run, batch, torch.arange(8))
-        assert torch.cat(parts).sort().values.tolist() == list(range(8))
-        sizes = [batch.select(part).ids.numel() for part in parts]
-        if budget:
-            assert all(n <= budget or len(p) == 1 for n, p in zip(sizes, parts, strict=True))
-            assert len(parts) == 8 if budget == 1 else 2 < len(parts) < 8
-        run.policy.zero_grad()
-        for part in parts:
-            micro = batch.select(part)
-            scale = trainer.token_scale(run.args, micro.loss_mask, 8, 1)
-            logp = trainer.training_forward(run, micro)
-            trainer.policy_loss(run.args, micro, logp, micro.logp, scale)[0].backward()
-        trained = [p for p in run.model.parameters() if p.requires_grad]
-        gradients.append(torch.cat([p.grad.flatten() for p in trained]))
-    assert (gradients[0] - gradients[1]).abs().max() <= 1e-6
-    assert (gradients[0] - gradients[2]).abs().max() <= 1e-6
+def test_the_first_lines_say_what_is_trained_on_what(run_main):
+    """And that most completions are cut off, once."""
+    code, _, err = run_main()
+    first = next(line for line in err.splitlines() if line.startswith("grpo_arca.py: "))
+    for words in (
+        "arca credit for ", "tiny_policy (NF4, LoRA of rank 8)", "chain_arithmetic (4096 problems",
+        "2 held out", "2 prompts x 4 completions of at most 8 tokens", "3 updates", "0.004", "out",
+    ):  # fmt: skip
+        assert words in first, first
+    assert code == 0 and err.count("100% of completions are cut off before their end") == 1
+    assert err.count("raise --max_completion_length") == 1
 
 
-def test_with_a_token_budget_processes_make_as_many_micro_batches(make_run, monkeypatch):
-    """They meet after each one: with different numbers they would wait for ever."""
-    run, batch = make_run(max_tokens_per_micro_batch=100), random_batch()
-    ours = trainer.micro_batches(run, batch, torch.arange(8))
-    assert 1 < len(ours) < 6
-    monkeypatch.setattr(run.accelerator, "gather", lambda count: torch.cat([count, count + 2]))
-    more = trainer.micro_batches(run, batch, torch.arange(8))
-    assert len(more) == len(ours) + 2 and min(map(len, more)) > 0
-    assert torch.equal(torch.cat(more), torch.cat(ours))
+def test_nobody_listens_and_files_that_may_not_grow(tmp_path):
+    """`| head`, standard error on a full device, `ulimit -f`: a code, and no stack."""
+    argv = [f"--{name}={value}" for name, value in (TINY_RUN | {"max_steps": 1}).items()]
+    command = [sys.executable, str(ROOT / "grpo_arca.py"), *argv]
+    started, limit = {}, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))
+    for name in ("head", "full", "ulimit"):
+        folder = tmp_path / name
+        folder.mkdir()
+        read, write = os.pipe()
+        os.close(read)  # as `head` does, once it has its lines
+        with open(folder / "err", "w") as err, open("/dev/full", "w") as full:
+            started[name] = subprocess.Popen(
+                [*command, "--output_dir", str(folder / "out")],
+                stdout=write if name == "head" else subprocess.DEVNULL,
+                stderr=full if name == "full" else err,
+                preexec_fn=limit if name == "ulimit" else None,
+            )  # fmt: skip
+        os.close(write)
+    codes = {name: process.wait(timeout=120) for name, process in started.items()}
+    said = {name: (tmp_path / name / "err").read_text() for name in started}
+    assert set(codes.values()) == {2}, (codes, said)  # 1 is a stack's
+    assert not any('File "' in text or "Traceback" in text for text in said.values()), said
+    assert "Broken pipe" in said["head"] and "File too large" in said["ulimit"], said

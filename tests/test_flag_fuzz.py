@@ -57,18 +57,19 @@ SHARED = {
     "prompt_column": ("problem", "nothing answer2"),
     "answer_column": ("answer", "nothing problem2"),
     "system_prompt": ("Be_brief. ünïcode☃ {{}}", ""),
-    "chat_template_kwargs": ('{{}} {{"enable_thinking":false}}', "[] { null 5 no"),
+    "chat_template_kwargs": ('{{}} {{"enable_thinking":false}}', "[1] { null 5 no"),
+    "reward_funcs": ("accuracy_reward", "nope no.such os.path"),
+    "reward_weights": ("1 0.5 -2", "x nan inf"),
     "num_generations": ("2 4", "1 0 -2 1.5 x"),
     "max_completion_length": ("1 8 64", "0 -1 1.5 100000"),
     "temperature": ("0.1 0.7 1 5", "0 -1 nan inf x"),
     "top_p": ("0.01 0.5 1", "0 -0.1 1.5 nan inf"),
     "top_k": ("0 1 5 100000", "-1 1.5 x"),
-    "rollout_weights": ("auto merged adapter", "dense MERGED"),
+    "rollout_weights": ("merged adapter", "auto dense MERGED"),
     "per_device_train_batch_size": ("1 2 4 6", "0 -4 1.5"),
     "gradient_accumulation_steps": ("1 2", "0 -1 x"),
     "steps_per_generation": ("1 2 4", "-1 1.5"),
     "num_iterations": ("1 2 3", "0 -1 1.5"),
-    "max_tokens_per_micro_batch": ("1 50 100000", "0 -1 1.5"),
     "gradient_checkpointing": BOOL,
     "torch_compile": ("false", "maybe"),  # compiling takes minutes on a CPU
     "loss_type": ("grpo dapo dr_grpo", "ppo GRPO bnpo"),
@@ -93,6 +94,9 @@ SHARED = {
     "save_total_limit": ("1 3", "0 -1 x"),
     "resume_from_checkpoint": ("latest", "{data}/no_such_checkpoint {data} {data}/good.jsonl"),
     "report_to": ("none", "mlflow all"),
+    "run_name": ("mine ünï☃", ""),
+    "push_to_hub": ("false", "maybe"),  # what true does needs a network
+    "hub_model_id": ("nobody/nothing", ""),
     "no_such_flag": ("", "1"),
 }
 OWN = {
@@ -224,9 +228,9 @@ def fill(word: str, data: Path) -> str:
 
 
 def refusal_fault(folder: Path, script: str) -> str | None:
-    """What is wrong with how a run was refused."""
+    """What is wrong with how a run was refused: one sentence, maybe after the introduction."""
     err, out = ((folder / f"std{kind}.txt").read_text() for kind in ("err", "out"))
-    lines = err.splitlines()
+    lines = [line for line in err.splitlines() if f"{script}.py: " not in line or "error" in line]
     if len(lines) != 1 or not lines[0].startswith(f"{script}.py: error: "):
         return f"stderr is not one sentence: {err[-600:]}"
     return f"printed {out[-300:]}" if out else None

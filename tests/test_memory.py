@@ -46,25 +46,26 @@ def test_fake_tensors_count_what_real_ones_do(weights):
 
 @pytest.mark.parametrize("name", ["1.7B", "8B"])
 def test_weights_and_cache_are_what_they_are_by_hand(name):
-    """NF4 base, bf16 ends, adapter and AdamW in fp32; the dense copy is of linear layers alone; the
-    cache is there in rollouts and gone afterwards."""
-    config, (linear, ends, rank_one) = shape_config(name, 3), parts(name, 3)
+    """NF4 base, bf16 ends, adapter and AdamW in fp32; the dense copy is of linear layers alone; it
+    and the cache are there in rollouts and gone afterwards."""
+    config, (linear, ends, rank_one) = shape_config(name, 2), parts(name, 2)
     static = (four_bit(linear) + 2 * ends + 3 * 4 * 16 * rank_one) / memory.GIB
+    cache = 2 * 2 * 64 * 384 * 8 * 128 * 2 / memory.GIB
     adapter = memory.count(config, asked())
     assert adapter["weights"] == pytest.approx(static, rel=0.01)
-    cache = 3 * 2 * 64 * 392 * 8 * 128 * 2 / memory.GIB
-    assert static + cache < adapter["rollout"] < static + cache + 0.6
-    assert adapter["score"] < adapter["weights"] + cache + 0.6
-    merged = memory.count(config, asked(rollout_weights="merged"))
-    for phase in adapter.keys() - {"graphs"}:
-        assert merged[phase] - adapter[phase] == pytest.approx(2 * linear / memory.GIB, rel=0.05)
+    assert static + cache < adapter["rollout"] < static + cache + 0.2
+    merged = memory.count(config, asked(rollout_weights="merged", completions=128))
+    more = 2 * linear / memory.GIB + cache
+    assert merged["rollout"] - adapter["rollout"] == pytest.approx(more, rel=0.1, abs=0.2)
+    for phase in ("weights", "score", "update"):
+        assert merged[phase] == adapter[phase]
 
 
 def test_a_training_step_takes_what_was_measured_on_a_gpu(monkeypatch):
     """16 x 640 tokens of the 1.7B shape with r 16, checkpointing, bf16 autocast and a head in
     chunks of 2,048 tokens, in code of its own: 6.2 GiB by `max_memory_allocated` on an H200."""
 
-    def step(args, model, dense, counted, options):
+    def step(args, model, counted, options):
         memory.allocate(model)
         base, ids = model.train().get_base_model(), torch.ones(16, 640, dtype=torch.long)
 
@@ -72,11 +73,13 @@ def test_a_training_step_takes_what_was_measured_on_a_gpu(monkeypatch):
             logits = base.lm_head(hidden).float()
             return -F.cross_entropy(logits, targets, reduction="none")
 
-        for _ in range(2):  # it kept the gradients of the last one
-            hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-            chunks = zip(hidden.flatten(0, 1).split(2048), ids[:, 1:].flatten().split(2048))
-            logp = [checkpoint(head, h, y, use_reentrant=False) for h, y in chunks]
-            torch.cat(logp).mean().backward()
+        for p in model.parameters():
+            if p.requires_grad:  # it kept the gradients of the step before
+                p.grad = torch.ones_like(p)
+        hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        chunks = zip(hidden.flatten(0, 1).split(2048), ids[:, 1:].flatten().split(2048))
+        logp = [checkpoint(head, h, y, use_reentrant=False) for h, y in chunks]
+        torch.cat(logp).mean().backward()
         return {"update": counted.phase()}
 
     monkeypatch.setattr(memory, "phases", step)

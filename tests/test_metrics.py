@@ -8,19 +8,32 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 import warnings
+from dataclasses import dataclass
 from html.parser import HTMLParser
+from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from tqdm import tqdm
 
 from common import metrics
+from common.data import Problem
 from common.metrics import (
     RunLog,
     before_after_table,
+    credit_group,
+    environment,
+    eval_metrics,
     pass_at_k,
+    report_run,
+    rollout_metrics,
+    timed,
     weight_stats,
     write_credit_page,
     write_curves,
@@ -46,6 +59,14 @@ def test_pass_at_k_equals_enumeration_of_every_subset():
 
 def test_pass_at_k_stays_finite_where_binomials_overflow():
     assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5)
+
+
+def test_eval_metrics_of_hand_counts():
+    verdicts = [("greedy", 0, 1.0), ("greedy", 1, 0.0)]
+    verdicts += [("sampled", 0, right) for right in (1.0, 1.0, 0.0)]
+    verdicts += [("sampled", 1, right) for right in (0.0, 0.0, 1.0)]
+    expected = {"greedy_accuracy": 0.5, "sampled_accuracy": 0.5, "pass@2": (1 + 2 / 3) / 2}
+    assert eval_metrics(verdicts) == pytest.approx(expected | {"pass@3": 1.0})
 
 
 @pytest.mark.parametrize("n, c, k", [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)])
@@ -127,6 +148,222 @@ def test_weight_stats_are_nan_without_two_tokens_or_any_weight():
     assert weight_stats(torch.zeros(2, 0), torch.zeros(2, 0))["gini"].isnan().all()
 
 
+# ------------------------------------------------------------------------ rollout metrics
+
+
+@dataclass
+class Micro:
+    """What common/metrics.py reads of a grpo_*.py Batch."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    attention: torch.Tensor
+    truncated: torch.Tensor
+    sampled_logp: torch.Tensor
+    rewards: torch.Tensor
+    reward_parts: dict[str, torch.Tensor]
+    advantages: torch.Tensor
+    logp: torch.Tensor
+    base_logp: torch.Tensor | None
+    entropy: torch.Tensor
+    weights: torch.Tensor
+    prompt_width: int = 2
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return self.attention[:, self.prompt_width :]
+
+
+GROUP_SIZE = 8
+
+
+def micro(rows: list[int], right: list[float], shape: list[float] | None = None, **more) -> Micro:
+    """Completions of the given places; row r has r % 5 + 1 tokens, whose ids are r + 1."""
+    places, width = torch.tensor(rows), 6
+    lengths = places % 5 + 1
+    mask = torch.arange(width) < lengths[:, None]
+    noise = torch.stack([torch.rand(width, generator=seeded(row)) for row in rows])
+    parts = {"accuracy_reward": torch.tensor(right)}
+    parts |= {} if shape is None else {"length_reward": torch.tensor(shape)}
+    rewards = torch.stack([x.nan_to_num(0.0) for x in parts.values()]).sum(0)
+    ids = torch.cat([torch.zeros(len(rows), 2), (places[:, None] + 1) * mask], 1).long()
+    fields = {
+        "ids": ids, "attention": torch.cat([torch.ones(len(rows), 2).bool(), mask], 1),
+        "truncated": places % 2 == 0, "logp": -noise * mask, "sampled_logp": -1.01 * noise * mask,
+        "base_logp": -noise.sqrt() * mask, "entropy": 2 * noise * mask,
+        "weights": (1 + noise) * mask, "rewards": rewards, "reward_parts": parts,
+        "advantages": rewards - rewards.mean(),
+    }  # fmt: skip
+    return Micro(rows=places, **(fields | more))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Processes:
+    """Accelerate's reduce and gather among threads, which like NCCL's want equal shapes."""
+
+    def __init__(self, world: int) -> None:
+        self.slots, self.barrier = [None] * world, threading.Barrier(world, timeout=20)
+
+    def accelerator(self, rank: int) -> SimpleNamespace:
+        def collect(tensor: torch.Tensor) -> list[torch.Tensor]:
+            self.slots[rank] = tensor
+            self.barrier.wait()
+            tensors = list(self.slots)
+            self.barrier.wait()
+            assert len({(x.shape, x.dtype) for x in tensors}) == 1 and tensor.dim() > 0
+            return tensors
+
+        return SimpleNamespace(
+            reduce=lambda tensor, how: sum(collect(tensor)),
+            gather=lambda tensor: torch.cat(collect(tensor)),
+            device=torch.device("cpu"),
+        )
+
+
+def metrics_of(shares: list[list[Micro]]) -> list[dict]:
+    """rollout_metrics of processes with these micro-batches; process r has had r + 1 timeouts."""
+    processes, results = Processes(len(shares)), [None] * len(shares)
+
+    def work(rank: int) -> None:
+        args = SimpleNamespace(num_generations=GROUP_SIZE)
+        run = SimpleNamespace(args=args, accelerator=processes.accelerator(rank))
+        run.grader = SimpleNamespace(timeouts=rank + 1)
+        results[rank] = rollout_metrics(run, shares[rank], 2.0)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(shares))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+RIGHT = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0] + [1.0] * 8  # the second group is constant
+SHAPE = [0.1 * i for i in range(8)] + [0.5] * 7 + [math.nan]  # one was not judged
+
+
+def share(rows: list[int], **more) -> Micro:
+    advantages = torch.tensor([RIGHT[r] - 0.25 if r < 8 else 0.0 for r in rows])
+    shape = [SHAPE[r] for r in rows]
+    return micro(rows, [RIGHT[r] for r in rows], shape, advantages=advantages, **more)
+
+
+def test_rollout_metrics_of_hand_counts():
+    result = metrics_of([[share(list(range(16)))]])[0]
+    tokens = sum(r % 5 + 1 for r in range(16))
+    expected = {
+        "accuracy": 10 / 16, "rewards/accuracy_reward/mean": 10 / 16, "reward_timeouts": 1,
+        "rewards/length_reward/mean": (2.8 + 3.5) / 15, "reward": (10 + 2.8 + 3.5) / 16,
+        "completion_length": tokens / 16, "truncated_share": 0.5, "zero_std_share": 0.5,
+        "rollout_tokens": tokens, "tokens_per_second": tokens / 2,
+    }  # fmt: skip
+    assert {name: result[name] for name in expected} == pytest.approx(expected)
+    one = share([3])  # of 4 tokens
+    result, mask = metrics_of([[share(list(range(8))), share(list(range(8, 16)))]])[0], one.mask[0]
+    assert 0 < result["weight_gini"] < 1 and result["kl"] > 0 and result["peak_memory_gb"] > 0
+    gap = max(share([r]).logp.abs().max().item() for r in range(16)) * 0.01
+    assert result["sampling_gap_max"] == pytest.approx(gap, rel=1e-4) and mask.sum() == 4
+
+
+def test_rollout_metrics_are_the_same_on_one_process_and_on_two():
+    rows = [[0, 9, 2, 11], [4, 13, 6, 15], [1, 8, 3, 10], [5, 12, 7, 14]]
+    alone = metrics_of([[share(list(range(16)))]])[0]
+    two = metrics_of([[share(rows[0]), share(rows[1])], [share(rows[2]), share(rows[3])]])
+    assert [result.pop("reward_timeouts") for result in (alone, *two)] == [1, 3, 3]
+    for result in (alone, *two):
+        del result["peak_memory_gb"]
+    assert two[0] == two[1] == pytest.approx(alone)
+
+
+def test_a_figure_that_nothing_has_is_left_out():
+    lonely = micro([0, 5], [0.0, 1.0], base_logp=None)  # one token each: nothing to concentrate on
+    more = micro([1, 2, 3, 4, 6, 7], [0.0] * 6, base_logp=None)
+    for batch in (lonely, more):
+        batch.reward_parts = {"length_reward": torch.full_like(batch.rewards, math.nan)}
+    result = metrics_of([[lonely, more]])[0]
+    absent = {"accuracy", "kl", "rewards/length_reward/mean", "rewards/accuracy_reward/mean"}
+    assert not absent & set(result) and "weight_gini" in result
+    assert all(math.isfinite(value) for value in result.values())
+
+
+def test_timed_adds_up():
+    figures = {"seconds_score": 1.0}
+    for name in ("seconds_score", "seconds_update"):
+        with timed(figures, name):
+            sum(range(10_000))
+    assert 1.0 < figures["seconds_score"] < 2.0 and 0 < figures["seconds_update"] < 1.0
+
+
+# ----------------------------------------------------------------------------- credit group
+
+
+def group_of(*micros: Micro, size: int = GROUP_SIZE, problem: Problem = Problem("p", "7")) -> dict:
+    tokenizer = SimpleNamespace(decode=lambda ids: f"<{ids[0]}>")
+    args = SimpleNamespace(num_generations=size)
+    run = SimpleNamespace(args=args, tokenizer=tokenizer, step=3)
+    problems = {row: problem for batch in micros for row in batch.rows.tolist()}
+    groups = credit_group(run, list(micros), problems)
+    assert len(groups) < 2
+    return groups[0] if groups else {}
+
+
+def summary_of(tmp_path: Path, group: dict) -> tuple[str, list[str]]:
+    """The summary line, and the columns' heads with their counts."""
+    write_credit_page(str(tmp_path / "credit.html"), "t", [group])
+    raw = (tmp_path / "credit.html").read_text(encoding="utf-8")
+    heads = re.findall(r"<h3>([^<]*) <b>(\d+)</b></h3>", raw)
+    return re.search("<summary>(.*)</summary>", raw)[1], [f"{n} {count}" for n, count in heads]
+
+
+def test_credit_group_counts_the_whole_group_and_shows_four(tmp_path):
+    right = RIGHT[:8]
+    group = group_of(micro([0, 9, 2, 11], [1, 1, 0, 1.0]), micro([1, 8, 3, 10], [0, 1, 1, 1.0]))
+    assert group == {}  # no group is whole
+    group = group_of(micro(list(range(4, 8)), right[4:]), micro([3, 0, 1, 2], [0, 1, 0, 0.0]))
+    assert (group["size"], group["correct"], group["step"], group["note"]) == (8, 2, 3, "")
+    assert [c["reward"] for c in group["completions"]] == [1, 1, 0, 0]
+    shown = [c["tokens"][0]["text"] for c in group["completions"]]
+    assert shown == ["<1>", "<7>", "<6>", "<8>"] and group["prompt"] == "p"
+    assert [len(c["tokens"]) for c in group["completions"]] == [1, 2, 1, 3]
+    summary, heads = summary_of(tmp_path, group)
+    assert summary == "Step 3 · 2 of 8 correct, 4 shown" and heads == ["Correct 2", "Wrong 2"]
+    small = group_of(micro([0, 1, 2], [0, 1, 0.0]), size=3, problem=Problem([{"content": "q"}], ""))
+    assert small["prompt"] == "q" and [c["reward"] for c in small["completions"]] == [1, 0, 0]
+    assert summary_of(tmp_path, small)[0] == "Step 3 · 1 of 3 correct"
+
+
+def test_credit_group_of_shaped_rewards_sorts_by_advantage(tmp_path):
+    batch = micro(list(range(8)), [0.0] * 8, SHAPE[:8])
+    batch.advantages[0] = 0.0  # a member at the mean must not hide its group
+    group = group_of(batch)
+    assert group["correct"] is None
+    summary, heads = summary_of(tmp_path, group)
+    assert summary == "Step 3 · 8 completions, 4 shown"
+    assert heads == ["Above the group’s mean 2", "Below 2"]
+    other = micro(list(range(8)), RIGHT[:8])
+    other.reward_parts = {"my_reward": other.rewards}
+    assert group_of(other)["correct"] is None
+    assert group_of(micro(list(range(8)), [1.0] * 8)) == {}
+
+
+def test_uniform_weights_are_said_on_the_page(tmp_path):
+    rows, right = list(range(8)), RIGHT[:8]
+    mask = micro(rows, right).mask
+    group = group_of(micro(rows, right, weights=mask + 5e-7 * mask))
+    assert group["note"].startswith("All weights are 1: ")
+    summary_of(tmp_path, group)
+    assert f'<p class="note">{group["note"]}</p>' in (tmp_path / "credit.html").read_text()
+    weights = mask.float()
+    weights[0, 0] += 1e-5
+    group = group_of(micro(rows, right, weights=weights))
+    assert group["note"] == ""
+    summary_of(tmp_path, group)
+    assert '<p class="note">' not in (tmp_path / "credit.html").read_text()
+
+
 # --------------------------------------------------------------------------------- RunLog
 
 
@@ -160,27 +397,111 @@ def test_run_log_writes_strict_json(tmp_path):
 def test_run_log_resume_drops_later_rows_and_a_torn_last_line(tmp_path):
     log = RunLog(str(tmp_path))
     for step in range(6):
-        log.write({"step": step, "reward": step / 10, **({"eval": EVAL} if step % 4 == 0 else {})})
+        if step % 2 == 0:
+            log.write({"step": step, "eval": EVAL})  # after the checkpoint of that step
+        log.write({"step": step + 1, "reward": step / 10})
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 6, "rew')
-    resumed = RunLog(str(tmp_path), None, resume_step=3)
-    assert [row["step"] for row in strict(path)] == [0, 1, 2, 3]
-    assert [row["step"] for row in resumed.evals] == [0]  # step 4 runs, and is evaluated, again
-    for step in (4, 5):
-        resumed.write({"step": step, "reward": 1.0})
-    assert [row["step"] for row in strict(path)] == [0, 1, 2, 3, 4, 5]
-    assert resumed.rows == strict(path) and resumed.rows[4]["reward"] == 1.0
+    resumed = RunLog(str(tmp_path), None, resume_step=4)
+    assert [row["step"] for row in strict(path) if "reward" in row] == [1, 2, 3, 4]
+    assert [row["step"] for row in resumed.evals] == [0, 2]  # step 4 is evaluated again
+    resumed.write({"step": 5, "reward": 1.0})
+    assert resumed.rows == strict(path) and resumed.rows[-1]["reward"] == 1.0
     again = RunLog(str(tmp_path), None, resume_step=99)
     assert again.rows == resumed.rows and strict(path) == resumed.rows
 
 
-def test_run_log_starts_anew_without_resume_and_refuses_a_broken_middle(tmp_path):
+@pytest.mark.parametrize("line", ['{"st', "5", "null", "[]", "{}", '{"step": "a"}', "\xff"])
+def test_run_log_starts_anew_without_resume_and_refuses_a_broken_middle(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl:2 is not JSON"):
+    path.write_bytes(b'{"step": 1}\n' + line.encode("latin-1") + b'\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl:2 is not a row: ") as error:
         RunLog(str(tmp_path), None, resume_step=3)
+    assert len(str(error.value).splitlines()) == 1
+    path.write_bytes(b'{"step": 1}\n' + line.encode("latin-1"))  # the last one may be torn
+    assert RunLog(str(tmp_path), None, resume_step=3).rows == [{"step": 1}]
     assert RunLog(str(tmp_path)).rows == [] and path.read_text() == ""
     assert RunLog(str(tmp_path / "none"), resume_step=3).rows == []  # nothing to resume from
+
+
+def test_run_log_tracks_every_row_after_it_is_written(tmp_path):
+    seen = []
+
+    def track(figures: dict, step: int) -> None:
+        seen.append((figures, step))
+        assert len(strict(tmp_path / "metrics.jsonl")) == len(seen)
+        if step == 2:
+            raise ConnectionError("a tracker's")
+
+    log = RunLog(str(tmp_path), None, 0, track)
+    log.write({"step": 1, "eval": {"pass@2": 0.5}})
+    with pytest.raises(ConnectionError):
+        log.write({"step": 2, "reward": torch.tensor(0.5)})
+    assert seen == [({"eval/pass@2": 0.5}, 1), ({"reward": 0.5}, 2)]
+    assert [row["step"] for row in log.rows] == [1, 2]
+    silent = RunLog(None, {}, 5, lambda figures, step: seen.append(step))  # another process's
+    silent.write({"step": 6, "eval": EVAL})
+    assert seen[-1] == 6 and len(silent.evals) == 1
+
+
+@pytest.mark.parametrize("what", ["an evaluation", "a file that cannot be written"])
+def test_lines_begin_on_a_line_of_their_own_beside_a_bar(tmp_path, capfd, what):
+    with tqdm(total=3, file=sys.stderr, mininterval=0) as bar:
+        bar.update()
+        before = capfd.readouterr().err
+        if what == "an evaluation":
+            RunLog(str(tmp_path)).write({"step": 1, "eval": {"pass@2": None, "pass@4": 0.5}})
+        else:
+            assert not metrics._attempt(tmp_path / "none" / "file", lambda p: open(p).close())
+        out, err = capfd.readouterr()
+    assert "1/3" in before and not before.endswith("\n")
+    assert err.startswith("\r")  # the bar is wiped first
+    if what == "an evaluation":
+        assert out == "step    1, held out: pass@2 n/a  pass@4 0.500\n"
+    else:
+        assert re.search(r"\r *\r[^\r]*/none/file is not written, [^\n]*\n", err)
+
+
+# ---------------------------------------------------------------------------- environment
+
+
+def test_config_holds_the_flags_and_what_else_figures_depend_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo_x.py", "--learning_rate", "1.23456789e-7"])
+    flags = {"learning_rate": 1.23456789e-7, "name": 'a "b"\n\ud800', "none": None}
+    RunLog(str(tmp_path), flags)
+    config = json.loads((tmp_path / "config.json").read_text())
+    facts = config.pop("environment")
+    assert config == flags
+    assert facts["command"] == sys.argv and facts["hardware"]["processes"] == 1
+    assert facts["hardware"]["cpu"] and facts["hardware"]["cores"] >= 1
+    assert facts["hardware"]["gpus"] == [] or torch.cuda.is_available()
+    assert facts["versions"]["torch"] == version("torch")
+    assert set(facts["versions"]) >= {"python", "transformers", "peft", "accelerate"}
+
+
+def git(folder: Path, *command: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(["git", "-C", folder, *who, *command], capture_output=True, check=True)
+    return done.stdout.decode().strip()
+
+
+def test_environment_names_the_commit_and_whether_the_code_is_its(tmp_path, monkeypatch):
+    (tmp_path / "common").mkdir()
+    monkeypatch.setattr(metrics, "__file__", str(tmp_path / "common/metrics.py"))
+    facts = environment()
+    assert facts["commit"] is facts["dirty"] is None  # no checkout
+    (tmp_path / "grpo_x.py").write_text("1")
+    git(tmp_path, "init")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "m")
+    (tmp_path / "data.jsonl").write_text("a user's own")
+    facts = environment()
+    assert facts["commit"] == git(tmp_path, "rev-parse", "HEAD") and facts["dirty"] is False
+    (tmp_path / "grpo_x.py").write_text("2")
+    assert environment()["dirty"] is True
+    monkeypatch.setenv("PATH", "/none")  # no git
+    facts = environment()
+    assert facts["commit"] is facts["dirty"] is None
 
 
 # --------------------------------------------------------------------------------- curves
@@ -188,8 +509,8 @@ def test_run_log_starts_anew_without_resume_and_refuses_a_broken_middle(tmp_path
 
 def full_row(step: int) -> dict:
     keys = (
-        "reward completion_length truncated_share entropy kl clip_fraction grad_norm weight_gini "
-        "weight_effn seconds_rollout seconds_score seconds_credit seconds_update"
+        "reward accuracy completion_length truncated_share entropy kl clip_fraction grad_norm "
+        "weight_gini weight_effn seconds_rollout seconds_score seconds_credit seconds_update"
     ).split()
     return {"step": step} | {key: 0.1 * i + 0.01 * (step % 3) for i, key in enumerate(keys)}
 
@@ -210,7 +531,7 @@ CURVES = {
     "one row": [full_row(1)],
     "every value null": [{key: None for key in full_row(1)} | {"step": 1}],
     "every value zero": [{key: 0 for key in full_row(1)} | {"step": step} for step in (1, 2)],
-    "negative KL": [full_row(step) | {"kl": -0.1} for step in (1, 2, 3)],
+    "negative rewards": [full_row(step) | {"reward": -0.1} for step in (1, 2, 3)],
     "raw rows with NaN and inf": [full_row(1) | {"kl": math.nan, "reward": math.inf}, full_row(2)],
     "patchy": [patchy(step) for step in range(30)],
     "many": [full_row(step) | {"eval": EVAL} for step in range(1, 400)],
@@ -244,7 +565,7 @@ HOSTILE = {  # text -> what the reader must see
     '" onfocus="alert(1)" x=\'': None,
     "' style='x": None,
     "--> ]]> </title></style></textarea><!-- &lt; &amp;#60; ${title} $groups": None,
-    "a\x00b\x1b[0m\x7f\x85": "a␀b␛[0m␡<U+0085>",
+    "a\x00b\x1b[0m\x7f\x85": "a␀b␛[0m<U+007F><U+0085>",
     "\u202eabc\u2066d\u2069\u200f\u061c": "<U+202E>abc<U+2066>d<U+2069><U+200F><U+061C>",
     "zero\u200bwidth\ufeff\U000e0041": "zero<U+200B>width<U+FEFF><U+E0041>",
     "\ud800 lone \udfff": "<U+D800> lone <U+DFFF>",
@@ -387,20 +708,28 @@ def test_before_after_table_is_aligned_and_in_points():
     assert before_after_table({}, {})
 
 
-def test_model_card_has_valid_front_matter_and_flags_stay_in_their_block(tmp_path):
-    yaml = pytest.importorskip("yaml")
-    base, flags = 'org/na"me: x\n---\n# no', {"lr": 1e-5, "note": "```\n# no", "dir": Path("a")}
-    write_model_card(str(tmp_path / "README.md"), "org/base", "arca", flags, EVAL, EVAL)
-    text = (tmp_path / "README.md").read_text(encoding="utf-8")
-    front = yaml.safe_load(text.split("---\n")[1])
-    assert front["library_name"] == "peft" and front["base_model"] == "org/base"
-    assert "arca" in front["tags"] and "PeftModel.from_pretrained(base, " in text
-    assert "| greedy accuracy | 40.0% | 40.0% | +0.0 |" in text and "--lr 1e-05" in text
-    assert text.count("\n```") == 4 and "\n# no" not in text
-    write_model_card(str(tmp_path / "README.md"), base, "arca", {}, {}, {})
-    text = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert yaml.safe_load(text.split("\n---\n")[0])["base_model"] == base
-    assert "No evaluation was run." in text
+def card_of(tmp_path: Path, base: str, before: dict, after: dict, **flags: object) -> ModelCard:
+    config = {"model_name_or_path": base, "credit": "arca"} | flags
+    write_model_card(str(tmp_path / "README.md"), config, before, after)
+    return ModelCard.load(tmp_path / "README.md")
+
+
+def test_model_card_says_what_the_adapter_is(tmp_path):
+    card = card_of(tmp_path, "org/base", EVAL, EVAL | {"pass@4": 0.75}, lr=1e-5)
+    assert card.data.to_dict() == {
+        "base_model": "org/base", "library_name": "peft", "tags": ["grpo", "lora", "arca"],
+    }  # fmt: skip
+    assert card.text.startswith("\n# LoRA adapter for org/base: GRPO with `arca` token credit\n")
+    assert "AutoPeftModelForCausalLM.from_pretrained" in card.text
+    assert re.search(r"pass@4 +60.0% +75.0% +\+15.0\n", card.text) and "\n--lr 1e-05\n" in card.text
+
+
+@pytest.mark.parametrize("base", ['org/na"me: x\n---\n# no', "a: [b", "\ud800'\n```\n", "naïve 🙂"])
+def test_model_card_of_hostile_names_has_valid_front_matter_and_whole_blocks(tmp_path, base):
+    card = card_of(tmp_path, base, {}, {}, note="```\n# no", dir=Path("a"))
+    seen = card.data.base_model.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert seen == base.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert card.text.count("\n```") == 6 and "\n# no" not in card.text
 
 
 # ------------------------------------------------------------------------------ the report
@@ -415,6 +744,7 @@ def report(folder: Path, groups: list[dict] = [GROUP]) -> str:  # noqa: B006
     (folder / "adapter").mkdir(parents=True, exist_ok=True)
     config = {"credit": "arca", "model_name_or_path": "org/base"}
     rows = [full_row(step) | {"rollout_tokens": 5} for step in (1, 2)]
+    rows += [{"step": 2, "eval": EVAL}]
     summary = {"before": EVAL, "after": EVAL, "seconds": 1.0}
     return write_report(str(folder), "t", config, rows, groups, summary)
 
@@ -439,6 +769,31 @@ def test_report_writes_every_file_and_says_nothing(tmp_path, capfd):
     assert all(is_whole(tmp_path / name) for name in FILES)
     assert all(str(tmp_path / name) in text for name in FILES if "/" not in name)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("quick_curves")
+def test_report_of_a_run_sums_up_its_log(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    log, seconds = RunLog(str(tmp_path)), {"seconds_score": 1.0, "seconds_update": 0.5}
+    log.write({"step": 0, "eval": EVAL})
+    for step in (1, 2, 3, 4):  # two updates a rollout
+        rollout = {"seconds_rollout": 2.0 * (step % 2), "rollout_tokens": 7, "reward": 0.5}
+        log.write({"step": step} | seconds | rollout)
+    log.write({"step": 4, "eval": EVAL | {"pass@4": 0.75}})
+    config = {"credit": "arca", "model_name_or_path": "org/base", "output_dir": str(tmp_path)}
+    text = report_run("t", config, log, [GROUP])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary.pop("seconds") > 0.1
+    assert summary == {
+        "before": EVAL, "after": EVAL | {"pass@4": 0.75}, "steps": 4, "rollout_tokens": 14,
+        "seconds_per_step": 2.5,
+    }  # fmt: skip
+    assert "+15.0" in text and str(tmp_path / "summary.json") in text
+    (row,) = strict(tmp_path / "completions.jsonl")
+    assert row == {
+        "step": 1, "prompt": "p", "answer": "7", "reward": 1.0, "advantage": 0.7,
+        "truncated": False, "completion": "7",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,13 +1,15 @@
 """OAR against a reference that follows the paper row by row: whole forwards, no cache, no batch."""
 
-import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import TINY, random_batch
 from transformers import AutoTokenizer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import grpo_oar as trainer
 
@@ -58,13 +60,11 @@ def make_batch(completions: list[list[int]], prompts=None, advantages=None, rows
         columns = slice(width - len(prompt), width + len(completion))
         ids[i, columns], attention[i, columns] = torch.tensor(prompt + completion), True
     batch = random_batch(trainer, rows=len(completions), prompt=width, length=length)
-    for name in ("logp", "base_logp", "entropy", "scores", "credit", "weights"):
-        setattr(batch, name, None)
-    batch.ids, batch.attention, batch.loss_mask = ids, attention, attention[:, width:]
-    batch.rows = torch.arange(len(completions)) if rows is None else rows
-    if advantages is not None:
-        batch.advantages = torch.as_tensor(advantages, dtype=torch.float)
-    return batch
+    unscored = dict.fromkeys(("logp", "base_logp", "entropy", "scores", "credit", "weights"))
+    rows = batch.rows if rows is None else rows
+    advantages = batch.advantages if advantages is None else torch.tensor(advantages)
+    given = {"ids": ids, "attention": attention, "loss_mask": attention[:, width:]}
+    return replace(batch, rows=rows, advantages=advantages, **given, **unscored)
 
 
 def known_span(parts) -> tuple[int, int] | None:
@@ -131,21 +131,24 @@ def reference_oar_g(run, row, prompt, parts) -> torch.Tensor:
 
 
 def reference_gate(scores, q=0.25, beta=1.0, floor=0.1, keep_mass=True) -> np.ndarray:
-    """One completion, as METHODS writes it."""
+    """One completion, with the 1e-8 of the authors' code."""
     logs = np.log1p(np.asarray(scores, dtype=np.float64))
     if logs.max() == logs.min():
         return np.ones_like(logs)
     n = (logs - logs.min()) / (logs.max() - logs.min())
     tau = np.quantile(n, q)
     weights = [
-        max(v / tau, floor) if v < tau else 1 + (beta * (v - tau) / (1 - tau) if v > tau else 0)
+        max(v / (tau + 1e-8), floor) if v < tau else 1 + beta * (v - tau) / (1 - tau + 1e-8)
         for v in n
     ]
-    return np.array(weights) * (len(n) / sum(weights) if keep_mass else 1)
+    return np.array(weights) * (len(n) / (sum(weights) + 1e-8) if keep_mass else 1)
 
 
-def score(run, batch):
-    return trainer.score(run, batch, one_update=True)
+def score(run, *micros) -> dict[str, float]:
+    """Scores them as one rollout; returns its metrics."""
+    metrics: dict[str, float] = {}
+    trainer.score(run, list(micros), metrics)
+    return metrics
 
 
 def all_prompts():
@@ -160,8 +163,9 @@ def compare(batch, reference, tolerance: float = 1e-4) -> None:
     """
     scored = 0
     for row, parts in enumerate(COMPLETIONS):
+        unscored = -batch.mask[row].float()
         if parts[1] is None:
-            assert (batch.scores[row] == 0).all()
+            assert torch.equal(batch.scores[row], unscored)
             assert torch.equal(batch.weights[row], batch.mask[row].float())
             continue
         length = len(encode(parts[0]))
@@ -169,7 +173,7 @@ def compare(batch, reference, tolerance: float = 1e-4) -> None:
         scale = expected.max()  # 0 where no token's loss makes the answer less likely (joint)
         scored += bool(scale > 0)
         assert (got - expected).abs().max() <= tolerance * scale
-        assert (batch.scores[row, length:] == 0).all()
+        assert torch.equal(batch.scores[row, length:], unscored[length:])
         weights = reference_gate(expected.tolist())
         tau = 0.0
         if length > 1:
@@ -189,19 +193,18 @@ def compare(batch, reference, tolerance: float = 1e-4) -> None:
 # --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", MODES)
 def test_oar_p_equals_whole_forwards(make_run, mode):
-    """Prefixes from the cache, on the policy's dense copy and on the adapter, against one whole
-    forward a row; a budget of few rows as well."""
+    """Prefixes from the cache, with merged weights and with the adapter, against one whole forward
+    a row; a budget of few rows as well."""
     budget = {"last": 16384, "answer_mean": 500, "answer_joint": 1}[mode]
     run = make_run(
         trainer, credit="oar_p", oar_answer_mode=mode, temperature=0.7,
-        oar_max_tokens_per_micro_batch=budget, per_device_train_batch_size=12,
+        oar_max_tokens_per_micro_batch=budget,
         rollout_weights="merged" if mode == "last" else "adapter",
     )  # fmt: skip
     prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
     metrics = score(run, batch)
     compare(batch, lambda row, parts: reference_oar_p(run, prompts[row], parts, mode).float())
     assert metrics["no_answer_share"] == pytest.approx(5 / 20)
-    assert metrics["credit_completions"] == 15 and metrics["credit_backward_tokens"] == 0
 
 
 @pytest.mark.parametrize("weights", ["merged", "adapter"])
@@ -209,10 +212,7 @@ def test_oar_p_equals_whole_forwards(make_run, mode):
 def test_oar_g_equals_one_backward_a_completion(make_run, noise, tolerance, weights):
     """The gradient is the difference of two distributions. At the default noise they agree in 3 to
     5 digits, and of those that fp32 has any two orders of summation share the rest only."""
-    run = make_run(
-        trainer, temperature=0.7, per_device_train_batch_size=12, oar_noise_std=noise,
-        rollout_weights=weights,
-    )  # fmt: skip
+    run = make_run(trainer, temperature=0.7, oar_noise_std=noise, rollout_weights=weights)
     prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
     score(run, batch)
 
@@ -222,39 +222,40 @@ def test_oar_g_equals_one_backward_a_completion(make_run, noise, tolerance, weig
     compare(batch, reference, tolerance)
 
 
-def test_oar_g_in_float64_at_the_default_noise(make_run):
-    """What is left of the difference in fp32 is rounding: in float64 six more digits agree."""
+def test_oar_g_in_float64_at_the_default_noise(make_run, monkeypatch):
+    """What is left of the difference in fp32 is rounding: in float64, where transformers' norms and
+    our logits are not in fp32 either, six more digits agree."""
     run = make_run(trainer, temperature=0.7, load_in_4bit=False)
     run.model.double()
-    trainer.merge(run.model, run.dense.double())
+    head = run.model.get_output_embeddings()
+    monkeypatch.setattr(trainer, "head_logits", lambda base, hidden: head(hidden))
+    monkeypatch.setattr(
+        Qwen3RMSNorm, "forward", lambda norm, x: F.rms_norm(x, x.shape[-1:], norm.weight, 1e-6)
+    )
     prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
-    index = torch.arange(len(COMPLETIONS))
-    probes = trainer.find_probes(run, batch)
-    found, _, _ = trainer.gradient_scores(run, batch.select(index), probes)
-    for probe, scores in zip(probes, found, strict=True):
-        row = probe.row
-        expected = reference_oar_g(run, int(batch.rows[row]), prompts[row], COMPLETIONS[row])
+    probes = trainer.find_probes(run, batch, list(range(len(batch.rows))))
+    found, _ = trainer.gradient_scores(run, batch, probes)
+    for row, reasoning, scores in zip(probes.rows, probes.reasoning, found, strict=True):
+        expected = reference_oar_g(run, row, prompts[row], COMPLETIONS[row])
         assert scores.dtype == torch.float64
-        assert (scores - expected).abs().max() <= 1e-6 * expected.max()
+        assert (scores[reasoning] - expected).abs().max() <= 1e-6 * expected.max()
 
 
 @pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
 def test_batched_equals_one_by_one_in_any_order(make_run, credit):
     whole = make_batch([tokens(p) for p in COMPLETIONS])
-    run = make_run(trainer, credit=credit, per_device_train_batch_size=20, oar_noise_std=0.05)
-    score(run, whole)
+    run = make_run(trainer, credit=credit, oar_noise_std=0.05)
+    share = score(run, whole)["no_answer_share"]
     order = torch.randperm(len(COMPLETIONS), generator=torch.Generator().manual_seed(0))
-    single = make_batch(
-        [tokens(COMPLETIONS[i]) for i in order], [all_prompts()[i] for i in order],
-        whole.advantages[order], order,
-    )  # fmt: skip
-    run.args.per_device_train_batch_size = 1
-    score(run, single)
-    scale = whole.scores.amax(1, keepdim=True)[order]
-    # A shift of 1e-6 leaves few digits: other sums of its two distributions share 3 or 4 of them.
-    assert ((single.scores - whole.scores[order]).abs() <= 3e-4 * scale).all()
-    assert (single.weights - whole.weights[order]).abs().max() < 1e-2  # tau near 0 is steep
-    assert (single.weights - whole.weights[order]).abs().mean() < 1e-4
+    singles = [whole.select(row[None]) for row in order]  # without the others' padding
+    assert score(run, *singles)["no_answer_share"] == share > 0
+    for row, single in zip(order, singles, strict=True):
+        length = single.mask.shape[1]
+        # A shift of 1e-6 leaves few digits: other sums of its two distributions share 3 or 4.
+        gap = (single.scores[0] - whole.scores[row, :length]).abs()
+        assert (gap <= 3e-4 * whole.scores[row].max().clamp(min=0)).all()
+        gap = (single.weights[0] - whole.weights[row, :length]).abs()
+        assert gap.max() < 1e-2 and gap.mean() < 1e-3  # tau near 0 is steep
 
 
 @pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
@@ -273,26 +274,29 @@ def test_the_default_modes_are_the_authors():
     assert trainer.parse_args(["--oar_answer_mode", "last"]).oar_answer_mode == "last"
 
 
+def watch(monkeypatch, what) -> list:
+    """What `what(inputs)` says of each forward that asks for the answer, before it runs."""
+    seen, inner = [], trainer.answer_logp
+
+    def watched(run, answers, **inputs):
+        seen.append(what(inputs))
+        return inner(run, answers, **inputs)
+
+    monkeypatch.setattr(trainer, "answer_logp", watched)
+    return seen
+
+
 def test_only_the_reasoning_gets_noise(make_run, monkeypatch):
     """And the noise has the std of the flag; two rows of one prompt have different noise."""
     run = make_run(trainer, oar_noise_std=0.01)
-    seen, inner = [], trainer.hidden_states
-
-    def watched(run, model, **inputs):
-        seen.append(inputs["inputs_embeds"])
-        return inner(run, model, **inputs)
-
-    monkeypatch.setattr(trainer, "hidden_states", watched)
-    parts = COMPLETIONS[0]
-    prompt = encode(PROMPTS[0])
+    seen = watch(monkeypatch, lambda inputs: inputs["inputs_embeds"].detach())
+    parts, prompt = COMPLETIONS[0], encode(PROMPTS[0])
     score(run, make_batch([tokens(parts)] * 2, [prompt] * 2, [1.0, -1.0]))
-    _, clean, noisy = (x.detach() for x in seen)  # the first is the prompt
-    assert seen[0].shape[:2] == (1, len(prompt))  # read once for both rows
-    noise, reasoning = noisy - clean, slice(len(encode(parts[0])))
+    clean, noisy = seen
+    noise, reasoning = noisy - clean, torch.zeros(clean.shape[1], dtype=torch.bool)
+    reasoning[len(prompt) : len(prompt) + len(encode(parts[0]))] = True
     assert noise[:, reasoning].std().item() == pytest.approx(0.01, rel=0.05)
-    outside = torch.ones(noise.shape[1], dtype=torch.bool)
-    outside[reasoning] = False
-    assert (noise[:, outside] == 0).all()
+    assert (noise[:, ~reasoning] == 0).all()
     assert (noise[0] - noise[1]).abs().max() > 1e-3
 
 
@@ -316,9 +320,10 @@ def test_no_parameter_notices(make_run, credit, checkpointing):
         assert parameter.requires_grad == required and parameter.grad is grad
         assert grad is None or torch.equal(grad, value)
         assert torch.equal(parameter, data)
-    assert not any(module.training for module in run.model.modules())
+    for module in run.model.modules():  # only whole layers, where these are to be checkpointed
+        assert not module.training or getattr(module, "gradient_checkpointing", False)
+        assert "forward" not in vars(module)  # nothing is merged any more
     assert torch.is_grad_enabled()
-    assert not any(p.requires_grad for p in run.dense.parameters())  # nor any input for them
 
 
 @pytest.mark.parametrize("weights", ["merged", "adapter"])
@@ -329,7 +334,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(make_run, weights
             trainer, gradient_checkpointing=checkpointing, lora_dropout=0.5, oar_noise_std=0.01,
             rollout_weights=weights,
         )  # fmt: skip
-        layer = (run.dense or run.model.get_base_model()).base_model.layers[0]
+        layer = run.model.get_base_model().base_model.layers[0]
         calls.append(0)
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
         batch = make_batch([tokens(p) for p in COMPLETIONS[:2]])
@@ -341,53 +346,42 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(make_run, weights
 
 @pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
 def test_no_work_where_there_is_no_advantage(make_run, monkeypatch, credit):
-    run, shapes, inner = make_run(trainer, credit=credit), [], trainer.hidden_states
-
-    def counted(run, model, **inputs):
-        what = "input_ids" if credit == "oar_p" else "inputs_embeds"
-        shapes.append(inputs[what].shape[:2])
-        return inner(run, model, **inputs)
-
-    monkeypatch.setattr(trainer, "hidden_states", counted)
+    """Only the second row has both an advantage and an answer: it is asked as if it was alone."""
+    key = "input_ids" if credit == "oar_p" else "inputs_embeds"
+    run, shapes = make_run(trainer, credit=credit), watch(monkeypatch, lambda x: x[key].shape[:2])
     texts = [tokens(p) for p in COMPLETIONS[:4]]
     batch = make_batch(texts, advantages=[0.0] * 4)
     metrics = score(run, batch)
-    assert not shapes and metrics["credit_completions"] == metrics["credit_forward_tokens"] == 0
+    assert not shapes and metrics["credit_forward_tokens"] == 0
+    assert metrics.get("no_answer_share", 0) == 0  # nobody was asked
     assert torch.equal(batch.weights, batch.mask.float())
 
-    score(run, make_batch(texts, advantages=[0.0, 1.0, 1.0, 0.0]))  # the third has no answer
-    assert {rows for rows, _ in shapes[:1]} == {1}
-    alone, shapes = list(shapes), shapes
+    metrics = score(run, make_batch(texts, advantages=[0.0, 1.0, 1.0, 0.0]))
+    assert metrics["no_answer_share"] == 0.5
+    among_others = [*shapes]
     shapes.clear()
     metrics = score(run, make_batch([texts[1]], [encode(PROMPTS[1])], [1.0]))
-    assert shapes == alone
-    computed = sum(math.prod(shape) for shape in shapes)
-    assert metrics["credit_forward_tokens"] == computed
+    assert shapes == among_others and metrics["no_answer_share"] == 0
+    assert metrics["credit_forward_tokens"] == sum(map(math.prod, shapes))
 
 
 @pytest.mark.parametrize("most", [20, 10_000])
 def test_oar_p_reuses_the_prefix_and_keeps_its_budget(make_run, monkeypatch, most):
-    reasoning = "We begin at 23. " * 20 + "\\boxed{"
-    length, prompt = len(encode(reasoning)), encode(PROMPTS[0])
-    shapes, inner = [], trainer.hidden_states
-
-    def counted(run, model, **inputs):
-        rows, new = inputs["input_ids"].shape
-        shapes.append((rows, new, inputs["past_key_values"].get_seq_length() + new))
-        return inner(run, model, **inputs)
-
-    monkeypatch.setattr(trainer, "hidden_states", counted)
-    batch = make_batch([tokens((reasoning, "23", "}."))], [prompt], [1.0])
-    conclude = len(encode(trainer.Args().oar_conclude))
+    """Every token's forward starts at most 3 tokens before it; of `most` rows at a time."""
+    reasoning, prompt = "We begin at 23. " * 20 + "\\boxed{", encode(PROMPTS[0])
+    length, conclude = len(encode(reasoning)), len(encode(trainer.Args().oar_conclude))
     total = len(prompt) + length + conclude
+    shapes = watch(
+        monkeypatch, lambda x: (*x["input_ids"].shape, x["past_key_values"].get_seq_length())
+    )
     run = make_run(trainer, credit="oar_p", oar_max_tokens_per_micro_batch=most * total)
-    metrics = score(run, batch)
+    metrics = score(run, make_batch([tokens((reasoning, "23", "}."))], [prompt], [1.0]))
     clean, *blocks = shapes
-    assert clean == (1, total, total)
+    assert clean == (1, total, 0)
     assert sum(rows for rows, _, _ in blocks) == length
-    assert all(rows * whole <= most * total and whole == total for rows, _, whole in blocks)
+    assert all(rows <= most and new + past == total for rows, new, past in blocks)
     least = sum(total - len(prompt) - t for t in range(length))  # every row from its own token
-    assert least <= metrics["credit_forward_tokens"] - total < (1 + 1 / 32) * least
+    assert least <= metrics["credit_forward_tokens"] - total <= least + 1.5 * length
 
 
 # --------------------------------------------------------------------------------------------------
@@ -450,10 +444,10 @@ def test_hostile_completions_stay_finite(make_run):
         *(torch.randint(0, len(TOKENIZER), (60,), generator=generator).tolist() for _ in range(2)),
     ]
     for credit in ("oar_p", "oar_g"):
-        run = make_run(trainer, credit=credit, per_device_train_batch_size=12)
         batch = make_batch(hostile)
-        score(run, batch)
-        assert batch.scores.isfinite().all() and (batch.scores >= 0).all()
+        score(make_run(trainer, credit=credit), batch)
+        assert batch.scores.isfinite().all() and batch.scores.max() > 0
+        assert ((batch.scores >= 0) | (batch.scores == -1)).all()
         assert batch.weights.isfinite().all() and (batch.weights >= 0).all()
         assert torch.allclose(batch.weights.sum(1), batch.mask.sum(1).float(), rtol=1e-5)
 
@@ -462,7 +456,7 @@ def test_hostile_completions_stay_finite(make_run):
 # Gating
 # --------------------------------------------------------------------------------------------------
 def gate(scores, length=None, **flags) -> torch.Tensor:
-    scores = torch.tensor([scores], dtype=torch.float)
+    scores = torch.tensor([scores], dtype=torch.double)
     reasoning = torch.arange(scores.shape[1])[None] < (length or scores.shape[1])
     return trainer.gate(trainer.Args(**flags), scores, reasoning)[0]
 
@@ -486,6 +480,15 @@ def test_gating_by_hand():
     assert gate(scores, oar_beta=3.0, **free)[4].item() == pytest.approx(4)
     floored = gate(scores, oar_floor=0.4, oar_quantile=0.5, **free)
     assert floored[:2].tolist() == pytest.approx([0.4, 0.5])
+
+
+def test_gating_has_the_authors_1e_8():
+    """It counts where the quantile is next to the smallest or the largest n."""
+    how = {"oar_keep_mass": False, "oar_quantile": 0.5}
+    small = gate([math.expm1(n) for n in (0, 5e-9, 1e-8, 0.5, 1)], **how)
+    large = gate([math.expm1(n) for n in (0, 1 - 1e-8, 1)], **how)
+    assert small[1].item() == pytest.approx(0.25, rel=1e-5)  # without it 0.5
+    assert large[2].item() == pytest.approx(1.5, rel=1e-5)  # without it 2
 
 
 def test_the_rest_of_a_completion_weighs_one():
@@ -527,7 +530,7 @@ def test_ragged_gating_equals_the_reference_row_by_row():
 def test_flags_that_make_no_sense_are_refused(name, value, capsys):
     with pytest.raises(SystemExit) as stop:
         trainer.parse_args([f"--{name}={value}"])
-    assert stop.value.code == 2 and name in capsys.readouterr().err
+    assert stop.value.code == 2 and f"--{name}" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -566,9 +569,9 @@ def test_controls_keep_the_weights_and_lose_their_places(make_run):
 
 def test_uniform_is_plain_grpo_to_the_bit(make_run, monkeypatch):
     run = make_run(trainer, credit="uniform")
-    monkeypatch.setattr(trainer, "hidden_states", None)  # would be an error
+    monkeypatch.setattr(trainer, "answer_logp", None)  # would be an error
     batch = make_batch([tokens(p) for p in COMPLETIONS[:8]])
-    score(run, batch)
+    assert score(run, batch).get("no_answer_share", 0) == 0  # nobody was asked
     assert torch.equal(batch.weights, batch.mask.float())
     log_ratio = torch.randn(batch.logp.shape) * 0.3
     weight, advantages = trainer.surrogate_terms(run.args, batch, log_ratio)
@@ -576,8 +579,7 @@ def test_uniform_is_plain_grpo_to_the_bit(make_run, monkeypatch):
     assert torch.equal(advantages, batch.advantages[:, None] * batch.mask)
     scale = trainer.token_scale(run.args, batch.loss_mask, len(batch.rows), 0)
     loss, _ = trainer.policy_loss(run.args, batch, batch.logp + log_ratio, batch.logp, scale)
-    plain = copy.copy(batch)
-    plain.credit = torch.ones_like(batch.logp)  # no weights at all
+    plain = replace(batch, credit=torch.ones_like(batch.logp))  # no weights at all
     again, _ = trainer.policy_loss(run.args, plain, batch.logp + log_ratio, batch.logp, scale)
     assert torch.equal(loss, again)
 

@@ -43,7 +43,7 @@ PAYLOADS = [  # shown as they are
     "\\\"' ` = / naïve 日本語 עברית 🙂",
 ]
 MARKS = {  # text -> what is seen of it: no control, bidi or zero-width character reaches the page
-    "NUL \x00 ESC \x1b[31m DEL \x7f": "NUL ␀ ESC ␛[31m DEL ␡",
+    "NUL \x00 ESC \x1b[31m DEL \x7f": "NUL ␀ ESC ␛[31m DEL <U+007F>",
     "<scr\x00ipt>": "<scr␀ipt>",
     "\u202etxt.exe\u202c \u2066a\u2069": "<U+202E>txt.exe<U+202C> <U+2066>a<U+2069>",
     "\u200f": "<U+200F>",
@@ -88,10 +88,10 @@ class Dom(HTMLParser):
 
 
 def write(path: Path, texts: list[str], title: str) -> None:
-    """Each text as the prompt, the answer and a token of a page; the title is hostile as well."""
+    """Each text as prompt, answer, note and token of a page; the title is hostile as well."""
     tokens = [{"text": t, "weight": 1.0, "entropy": 0.5, "logp": -0.5, "role": t} for t in texts]
     facts = {"reward": 1.0, "advantage": 0.7, "truncated": False, "tokens": tokens}
-    groups = [{"prompt": t, "answer": t, "step": t, "completions": []} for t in texts]
+    groups = [{"prompt": t, "answer": t, "step": t, "note": t, "completions": []} for t in texts]
     groups[0]["completions"] = [facts]
     metrics.write_credit_page(str(path), title, groups)
 
@@ -125,8 +125,9 @@ def test_hostile_text_is_shown_and_runs_nothing(tmp_path, monkeypatch, policy):
     shown = dom.texts("div", **{"class": "text"})
     assert sorted(shown) == sorted([*SEEN.values()] * 2 + ["".join(SEEN.values())])
     assert [t.split("Step ")[1] for t in dom.texts("summary")] == [
-        f"{seen} · {int(i == 0)} of {int(i == 0)} correct" for i, seen in enumerate(SEEN.values())
+        f"{seen} · {int(i == 0)} completions" for i, seen in enumerate(SEEN.values())
     ]
+    assert dom.texts("p", **{"class": "note"}) == list(SEEN.values())
     tips = [attrs["data-t"] for _, attrs, _ in dom.elements if "data-t" in attrs]
     assert [tip[:20] for tip in tips] == [seen[:20] for seen in SEEN.values()]
     harmless = tmp_path / "harmless.html"

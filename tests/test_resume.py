@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
+
+import grpo_arca as trainer
 
 SCRIPTS = ("grpo_arca", "grpo_oar", "grpo_strace")
 # Two updates a rollout and two passes over it, dropout, KL: all that a checkpoint might forget.
@@ -37,6 +40,22 @@ def run(tmp_path: Path, cases: list[dict], jobs: int = 2) -> list[str]:
     return [(Path(case["folder"]) / "code.txt").read_text() for case in cases]
 
 
+def plain(value):
+    """Tensors as lists, which can be compared."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def state_file(checkpoint: Path) -> dict:
+    """What is in a checkpoint's state.pt, without the flags, which name folders."""
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    del state["flags"]
+    return plain(state)
+
+
 def outcome(folder: Path) -> dict[str, object]:
     """All that a run leaves, without times and memory."""
     out = folder / "out"
@@ -48,8 +67,8 @@ def outcome(folder: Path) -> dict[str, object]:
         "completions": (out / "completions.jsonl").read_bytes(),
         "adapter": (out / "adapter/adapter_model.safetensors").read_bytes(),
     }
-    for path in out.glob("checkpoint-*/training_state.safetensors"):
-        result[f"state of {path.parent.name}"] = path.read_bytes()
+    for path in out.glob("checkpoint-*"):
+        result[f"state of {path.name}"] = state_file(path)
     return result
 
 
@@ -57,32 +76,40 @@ def stderr(folder: Path) -> str:
     return (folder / "stderr.txt").read_text()
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-KEPT = {"save_steps": 2, "num_iterations": 1, "save_total_limit": 2}
+EXISTS = "checkpoint-8 exists: add --resume_from_checkpoint latest, or change --output_dir"
+
+
+def stamps(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Of every script: whole, killed in the second rollout, and that resumed. The first: also
-    interrupted and resumed, interrupted twice, with few checkpoints, and with what is refused."""
+    interrupted and resumed, interrupted twice, and with what is refused."""
     at = tmp_path_factory.mktemp("resume")
     kill = {"signal": signal.SIGKILL, "when": "out/checkpoint-4", "after": 0.3}
+    once = {"signal": signal.SIGINT, "when": "out/metrics.jsonl", "lines": 3}  # amid a rollout's
+    twice = {"signal": signal.SIGTERM, "when": "out/metrics.jsonl", "times": 2}
     cases = [case(at / script / "whole", script) for script in SCRIPTS]
     cases += [case(at / script / "killed", script, kill) for script in SCRIPTS]
-    for number in SIGNALS:  # in the middle of a rollout's updates
-        stop = {"signal": number, "when": "out/metrics.jsonl", "lines": 3}
-        cases.append(case(at / str(number), stop=stop, save_steps=0))
-    stop = {"signal": signal.SIGINT, "when": "out/metrics.jsonl", "times": 2}
-    cases += [case(at / "twice", stop=stop), case(at / "kept", **KEPT)]
+    cases += [case(at / "once", stop=once, save_steps=0), case(at / "twice", stop=twice)]
     codes = run(at, cases)
-    killed, twice = str(-signal.SIGKILL), str(128 + signal.SIGINT)
-    assert codes == ["0"] * 3 + [killed] * 3 + ["0"] * 2 + [twice, "0"], codes
-    said = {number: (at / f"{number}/stdout.txt").read_text() for number in SIGNALS}
-    again = {"resume_from_checkpoint": "latest"}
+    assert codes == ["0"] * 3 + [str(-signal.SIGKILL)] * 3 + ["0", str(128 + signal.SIGTERM)]
+    said = (at / "once/stdout.txt").read_text()
+    again, whole = {"resume_from_checkpoint": "latest"}, at / "grpo_arca/whole/out"
+    before, first = stamps(whole), {"resume_from_checkpoint": whole / "checkpoint-4"}
+    refused = [
+        (EXISTS, case(at / "0", output_dir=whole)),
+        (EXISTS, case(at / "1", output_dir=whole, **first)),
+        ("cannot resume from nowhere", case(at / "2", resume_from_checkpoint="nowhere")),
+    ]
     cases = [case(at / script / "killed", script, **again) for script in SCRIPTS]
-    cases += [case(at / str(number), save_steps=0, **again) for number in SIGNALS]
-    assert run(at, cases) == ["0"] * 5, [stderr(Path(c["folder"])) for c in cases]
-    return at, said
+    cases += [case(at / "once", save_steps=0, **again), case(at / "new", **again, max_steps=0)]
+    codes = run(at, cases + [wrong for _, wrong in refused])
+    assert codes == ["0"] * 5 + ["2"] * 3, [stderr(Path(c["folder"])) for c in cases]
+    assert stamps(whole) == before
+    return at, said, refused
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -96,52 +123,117 @@ def test_killed_and_resumed_is_the_same_run(runs, script):
         assert whole[name] == killed[name], name
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_saves_and_says_how_to_go_on(runs, number):
-    """A rollout's first updates are undone, and done again later."""
-    at, said = runs
-    assert "interrupted, saved out/checkpoint-" in said[number]
-    assert "grpo_arca.py" in said[number]
-    assert "--resume_from_checkpoint latest" in said[number]
-    assert "Traceback" not in stderr(at / str(number))
-    whole, resumed = outcome(at / "grpo_arca/whole"), outcome(at / str(number))
+def test_a_signal_saves_and_says_how_to_go_on(runs):
+    """At the end of the rollout that it came in; a second one ends the run at once."""
+    at, said, _ = runs
+    assert "interrupted, saved out/checkpoint-4; go on with\ngrpo_arca.py" in said
+    assert "--resume_from_checkpoint latest" in said
+    assert "Traceback" not in stderr(at / "once") + stderr(at / "twice")
+    assert not list((at / "twice/out").glob("checkpoint-*"))
+    whole, resumed = outcome(at / "grpo_arca/whole"), outcome(at / "once")
     for name in ("metrics", "summary", "completions", "adapter"):
         assert whole[name] == resumed[name], name
 
 
-def test_only_the_latest_are_kept(runs):
-    out = runs[0] / "kept/out"
-    left = sorted(path.name for path in out.iterdir() if path.is_dir())
-    assert left == ["adapter", "checkpoint-6", "checkpoint-8"]
-    kinds = {path.suffix for path in (out / "checkpoint-8").iterdir()}
-    assert kinds == {".safetensors", ".json", ".md"}  # nothing pickled
+def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(runs):
+    at, _, refused = runs
+    for words, wrong in refused:
+        said = stderr(Path(wrong["folder"]))
+        errors = [line for line in said.splitlines() if "error:" in line]
+        assert len(errors) == 1 and words in errors[0] and "Traceback" not in said
+    assert (at / "new/out/summary.json").is_file()  # `latest` of none: from the start
 
 
-def test_what_cannot_be_resumed_is_said_in_a_sentence(runs, tmp_path):
-    """And a finished run is neither overwritten nor taken for an unfinished one."""
-    broken = tmp_path / "broken/checkpoint-4"
-    broken.mkdir(parents=True)
-    (broken / "training_state.json").write_text('{"progress": ')
-    whole = runs[0] / "grpo_arca/whole/out"
-    first = {"resume_from_checkpoint": whole / "checkpoint-4"}
-    wanted = [
-        ("is of an earlier run", {"output_dir": whole}),
-        ("is not a checkpoint", {"resume_from_checkpoint": "nowhere"}),
-        ("cannot resume", {"resume_from_checkpoint": broken}),
-        ("is of an earlier run", {"output_dir": whole, **first}),
-        ("cannot resume", {"lora_r": 4, **first}),
-        (None, {"resume_from_checkpoint": "latest", "max_steps": 0}),  # from the start
-    ]
-    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
-    cases = [case(tmp_path / str(i), **flags) for i, (_, flags) in enumerate(wanted)]
-    codes = run(tmp_path, cases)
-    said = [stderr(Path(c["folder"])) for c in cases]
-    assert codes == ["2"] * 5 + ["0"], said
-    for text, (words, _) in zip(said, wanted, strict=True):
-        errors = [line for line in text.splitlines() if "error:" in line]
-        assert [words in line for line in errors] == [True] * (words is not None), text
-        assert "Traceback" not in text
-    assert before == {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+@pytest.fixture
+def saved(make_run, tmp_path):
+    """A run whose checkpoint-0 is in tmp_path, and that is asked to resume from it."""
+    run = make_run(output_dir=tmp_path)
+    trainer.save_checkpoint(run)
+    run.args.resume_from_checkpoint = str(tmp_path / "checkpoint-0") + "/"
+    return run
+
+
+def test_only_the_latest_are_kept(saved, tmp_path):
+    saved.args.save_total_limit = 2
+    for saved.step in (9, 10, 11):
+        trainer.save_checkpoint(saved)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10", "checkpoint-11"}
+    names = {path.name for path in (tmp_path / "checkpoint-11").iterdir()}
+    assert names == {"README.md", "adapter_config.json", "adapter_model.safetensors", "state.pt"}
+
+
+def test_what_a_checkpoint_holds_is_restored(saved, make_run, tmp_path, capsys):
+    other = make_run(output_dir=tmp_path, resume_from_checkpoint="latest", adapter=0.3, epsilon=0.1)
+    other.step = other.rollout = 7
+    trainer.resume(other)
+    assert (other.step, other.rollout, other.groups) == (0, 0, [])
+    for ours, theirs in zip(other.model.parameters(), saved.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    said = capsys.readouterr().err.splitlines()
+    assert "grpo_arca.py: --epsilon was 0.2 before, now it is 0.1" in said
+    assert not [line for line in said if "--resume_from" in line or "--output_dir" in line]
+    trainer.resume(saved)  # by its name
+
+
+def refused(run, capsys) -> str:
+    """The one sentence that `resume` ends with."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        trainer.resume(run)
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and not out and len(err.splitlines()) == 1
+    assert err.startswith("grpo_arca.py: error: cannot resume from ") and "Traceback" not in err
+    return err
+
+
+def test_one_flipped_bit_in_a_tensor_is_found(saved, tmp_path, capsys):
+    """torch's reader would take it for a weight."""
+    path = tmp_path / "checkpoint-0/state.pt"
+    content = bytearray(path.read_bytes())
+    tensor = next(p for name, p in saved.model.named_parameters() if "lora_A" in name)
+    content[content.index(tensor.detach().numpy().tobytes()) + 10] ^= 1
+    path.write_bytes(content)
+    assert "is damaged" in refused(saved, capsys)
+
+
+class Stranger:
+    """What a pickle may hold and a checkpoint may not."""
+
+
+CHANGES = {
+    "no keys": lambda state: state.clear(),
+    "no flags": lambda state: state.pop("flags"),
+    "other layers": lambda state: state["adapter"].popitem(),
+    "other shapes": lambda state: state.update(
+        adapter={name: torch.zeros(2, 2) for name in state["adapter"]}
+    ),
+    "an optimizer of other parameters": lambda state: state["optimizer"]["param_groups"].pop(),
+    "an empty scheduler": lambda state: state.update(scheduler={}),
+    "a step that is no number": lambda state: state.update(step="four"),
+    "groups that are no list": lambda state: state.update(groups=5),
+    "flags that are no flags": lambda state: state.update(flags=[1]),
+    "adapter of a wrong type": lambda state: state.update(adapter=3),
+    "a pickle": lambda state: state.update(step=Stranger()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_file_of_something_else(saved, tmp_path, capsys, change):
+    path = tmp_path / "checkpoint-0/state.pt"
+    state = torch.load(path)
+    CHANGES[change](state)
+    torch.save(state, path)
+    refused(saved, capsys)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"\x80\x04N."])
+def test_a_state_file_that_is_none(saved, tmp_path, capsys, content):
+    """Empty, torn, a bare pickle; or not there."""
+    path = tmp_path / "checkpoint-0/state.pt"
+    path.write_bytes(content)
+    refused(saved, capsys)
+    path.unlink()
+    refused(saved, capsys)
 
 
 @pytest.mark.slow

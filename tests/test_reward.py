@@ -14,11 +14,19 @@ import signal
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from common import reward
-from common.reward import Grader, last_boxed, quick_verdict
+from common.reward import (
+    Grader,
+    RewardError,
+    call_reward_func,
+    last_boxed,
+    load_reward_funcs,
+    quick_verdict,
+)
 
 DATA = ROOT.parent / "shared" / "data"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -162,6 +170,64 @@ def test_equivalence(grader):
     for pairs, verdict in ((EQUAL, 1.0), (DIFFERENT, 0.0)):
         got = grader.grade([box(a) for a, _ in pairs], [b for _, b in pairs])
         assert [p for p, v in zip(pairs, got, strict=True) if v != verdict] == []
+
+
+# ------------------------------------------------------------------------- numbers side by side
+
+# math-verify adds them: without the worker's refusal most of these are 42, 84, 6 or 3/2 to it.
+ADDENDS = [
+    ("40 2", "42"), ("12 30", "42"), ("1 2 3", "6"), ("40\n2", "42"), ("40\t2", "42"),
+    ("40\u00a02", "42"), ("40~2", "42"), (r"40\ 2", "42"), (r"40\,2", "42"), (r"40 \, 2", "42"),
+    (r"40\;2", "42"), (r"40\:2", "42"), (r"40\!2", "42"), (r"40\quad 2", "42"),
+    (r"40\qquad2", "42"), (r"40\thinspace 2", "42"), (r"40\negthickspace 2", "42"),
+    (r"40\text{ }2", "42"), (r"40\mbox{ }2", "42"), ("40{2}", "42"), ("{40}{2}", "42"),
+    ("{40} {2}", "42"), ("40{}2", "42"), (r"40\phantom{1}2", "42"), (r"40\hspace{1em}2", "42"),
+    (r"40\ldots 2", "42"), (r"40\displaystyle 2", "42"), (r"40\left.\right.2", "42"),
+    ("(40) 2", "42"), ("40 (2)", "42"), ("(40)(2)", "42"), (r"\left(40\right)2", "42"),
+    ("[40]2", "42"), (r"40^\circ 2", "42"), ("40_{9} 2", "42"), (r"40\$ 2", "42"), ("40' 2", "42"),
+    ("-40 82", "42"), ("-40 82", "-122"), ("-40 2", "-42"), ("40 02", "42"), ("40 2.", "42"),
+    ("40 2.0", "42"), ("40 2.0", "80"), ("1.5 28", "42"), ("20 20 2", "42"), ("4 000 0", "4000"),
+    (r"40 \frac{4}{2}", "42"), (r"40\frac{84}{42}", "42"), (r"\frac{80}{2} 2", "42"),
+    (r"3 \frac{3}{2}", r"\frac{9}{2}"), (r"\frac{1}{2} 3", r"\frac{7}{2}"),
+    (r"2(\frac{1}{2})", r"\frac52"), ("2 1/2", r"\frac32"), ("2 3/3", "3"), ("2 {1}/{2}", r"\frac32"),
+    ("x = 40 2", "42"), (r"\sqrt{40 2}", r"\sqrt{42}"), (r"\frac{40 2}{5}", r"\frac{42}{5}"),
+    ("(40 2, 1)", "(42, 1)"), ("40 2, 1", "42, 1"), (r"\{40 2\}", r"\{42\}"), ("40 2 x", "42x"),
+    (r"\begin{pmatrix} 40 2 \\ 1 \end{pmatrix}", r"\begin{pmatrix} 42 \\ 1 \end{pmatrix}"),
+    (r"40 2\text{ apples}", "42"), (r"42 \, 42", "84"), ("4 2", "42"), (r"4\text{ }2", "42"),
+    ("5'10", "510"), ("1 000", "1"), (r"1\,000", "1"), ("1 000", "0"), ("40 200", "240"),
+    ("1 00", "1"), ("0 042", "42"), ("1 0000", "10000"), ("1.5 000", "1.5"),
+]  # fmt: skip
+ONE_NUMBER = [
+    (r"2\frac{1}{2}", r"\frac{5}{2}"), (r"2 \frac12", "2.5"), (r"2\,\frac{1}{2}", "5/2"),
+    (r"2~\dfrac{1}{2}", r"\frac{5}{2}"), (r"-2\tfrac12", "-2.5"), ("2 1/2", r"\frac{5}{2}"),
+    (r"2\ 1/2", "2.5"), ("-2 1/2", "-5/2"), ("2 1/2", r"2\frac{1}{2}"), ("2{1/2}", "5/2"),
+    (r"3\frac{1}{4}\text{ cups}", "3.25"), ("(2 1/2, 3)", r"(\frac52, 3)"),
+    (r"1\,000", "1000"), (r"12\,345\,678", "12345678"), ("1{,}000", "1000"), ("1 000", "1000"),
+    ("1~000", "1000"), (r"1\;000", "1,000"), (r"1\!000", "1000"), ("12 345 678.5", "12345678.5"),
+    ("1\u202f000", "1000"), ("1 000, 2 000", "1000, 2000"), ("1000", r"1\,000"),
+    (r"\frac{1\,000}{3}", "1000/3"), ("40+2", "42"), ("40 + 2", "42"), ("44 -2", "42"),
+    (r"21 \cdot 2", "42"), (r"21 \times 2", "42"), ("3(-2)", "-6"), (r"\frac12 3", r"\frac32"),
+    (r"\frac12\frac34", r"\frac38"), (r"2\pi", r"2 \pi"), ("2 x", "2x"), ("x~=~5", "5"),
+    (r"18~\text{cm}", "18"), (r"\approx 3.14", "3.14"), (r"x \approx 3.14", "3.14"),
+    (r"\approx 7", "7"), ("≈ 7", "7"), (r"\approx -\frac12", "-0.5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "gold"), ADDENDS)
+def test_numbers_side_by_side_are_not_added(answer, gold, grader):
+    assert grader.grade([box(answer)], [gold]) == [0.0]
+
+
+@pytest.mark.parametrize(("answer", "gold"), ONE_NUMBER)
+def test_what_only_looks_like_numbers_side_by_side(answer, gold, grader):
+    assert grader.grade([box(answer)], [gold]) == [1.0]
+
+
+def test_a_product_nested_deep_is_read_once(grader):
+    """Each number is looked at beside its neighbour; twice at every depth would take years."""
+    before = grader.timeouts
+    assert grader.grade([box("2(" * 40 + "x" + ")" * 40)], ["7"]) == [0.0]
+    assert grader.timeouts == before
 
 
 def test_a_repeated_pair_is_judged_once(grader, monkeypatch):
@@ -331,6 +397,50 @@ def test_an_endless_answer_does_not_hold_up_the_others():
         assert grader.timeouts == 1  # the repeat was not judged again
 
 
+def test_a_call_ends_when_its_budget_is_spent():
+    """Six endless answers would hold the only worker for a minute; the three right ones wait."""
+    slow = [f"5^{{5^{{5^{{{i}}}}}}}" for i in range(5, 11)]
+    texts = [box(text) for text in [*slow, "14/2", "21/3", "28/4"]] + [box("7")]
+    with ready_grader(1, 10.0) as grader:
+        grader._budget, cached, start = 1.5, len(grader._cache), time.monotonic()
+        assert grader.grade(texts, ["7"] * 10) == [0.0] * 9 + [1.0]
+        assert time.monotonic() - start < 5.0
+        assert grader.timeouts == 9 and len(grader._cache) == cached  # none of them was judged
+        grader._budget = grader._timeout = 30.0
+        assert grader.grade(texts[6:] + [box("15/2")], ["7"] * 5) == [1.0] * 4 + [0.0]
+        assert grader.timeouts == 9
+
+
+def test_a_budget_too_small_for_one_verdict_and_one_large_enough():
+    with Grader(2, timeout=30.0, budget=1e-9) as grader:
+        assert grader.grade([box("14/2")] * 2, ["7"] * 2) == [0.0, 0.0]
+        assert grader.timeouts == 1 and not grader._cache
+        grader._budget = 30.0
+        assert grader.grade([box("14/2")], ["7"]) == [1.0]
+    for wrong in ({"budget": 0.0}, {"timeout": 0.0}, {"num_workers": 0}, {"budget": float("nan")}):
+        with pytest.raises(ValueError, match="above 0"):
+            Grader(**wrong)
+
+
+def test_the_start_of_a_worker_is_not_counted(monkeypatch):
+    """By a clock on which it takes 20 s; the budget is half of that."""
+    late = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
+    monkeypatch.setattr(reward, "time", clock)
+    with Grader(1, timeout=10.0, budget=10.0) as grader:
+        collect, starts = grader._collect, []
+
+        def slow_start(end):
+            if not any(worker.pair for worker in grader._workers):
+                starts.append(end)
+                late[0] += 20.0
+            collect(end)
+
+        monkeypatch.setattr(grader, "_collect", slow_start)
+        assert grader.grade([box("14/2")], ["7"]) == [1.0]
+    assert starts and set(starts) == {float("inf")}
+
+
 # -------------------------------------------------------------------------- workers that go away
 
 
@@ -428,7 +538,7 @@ def test_memory_is_limited():
 def test_an_interrupted_call_leaves_no_verdict_behind(monkeypatch):
     with ready_grader(1, 30.0) as grader:
 
-        def interrupt(_todo, _verdicts):
+        def interrupt(_end):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -510,6 +620,137 @@ def test_workers_that_cannot_start_are_one_clear_error(cause, tmp_path, monkeypa
             assert cause != "says why" or "No module named math_verify" in str(error.value)
             assert grader.grade([box("7")], ["7"]) == [1.0]
             assert grader._workers == []
+
+
+# ---------------------------------------------------------------------- custom reward functions
+
+CHAT = [{"role": "user", "content": "2 + 2?"}]
+
+
+def called(function, prompts=("a", "b"), texts=("x", "yy"), **columns):
+    ids = [[1] * len(text) for text in texts]
+    return call_reward_func("mine", function, list(prompts), list(texts), ids, columns)
+
+
+def test_reward_functions_from_dotted_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "kit_of_test_reward").mkdir()
+    (tmp_path / "kit_of_test_reward" / "inner.py").write_text("def length(**_):\n    return [1]\n")
+    paths = ["accuracy_reward", "kit_of_test_reward.inner.length", "math.prod"]
+    functions = load_reward_funcs(paths)
+    assert list(functions) == ["accuracy_reward", "length", "prod"]
+    assert functions["accuracy_reward"] == (None, 1.0) and functions["length"][0]() == [1]
+    weighted = load_reward_funcs(paths, [0.5, -1.0, 2.0])
+    assert [weight for _, weight in weighted.values()] == [0.5, -1.0, 2.0]
+    assert load_reward_funcs([]) == {}
+    for weights in ([], [1.0, 2.0]):
+        with pytest.raises(RewardError, match="--reward_weights needs one number for each"):
+            load_reward_funcs(paths, weights)
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        (["lengths"], "lengths.*module.function"),
+        (["no_such_module_here.f"], "no_such_module_here.f.*No module named"),
+        (["math.no_such_name"], "math.no_such_name.*no_such_name"),
+        (["math.pi"], "math.pi.*not a function"),
+        (["raises_on_import.f"], "raises_on_import.f.*one  *two"),
+        (["exits_on_import.f"], "exits_on_import.f.*SystemExit"),
+        ([".f"], "module.function"), (["math."], "module.function"), ([""], "module.function"),
+        (["math.prod", "math.prod"], "two functions prod"),
+        (["accuracy_reward", "trl.rewards.accuracy_reward"], "two functions accuracy_reward"),
+    ],
+)  # fmt: skip
+def test_paths_that_name_no_reward_function(paths, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "raises_on_import.py").write_text("raise ValueError('one  two')\n")
+    (tmp_path / "exits_on_import.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(RewardError, match=f"--reward_funcs.*{says}") as error:
+        load_reward_funcs(paths)
+    assert "\n" not in str(error.value)
+
+
+def test_a_reward_function_gets_what_trl_gives_it():
+    seen = {}
+
+    def function(prompts, completions, completion_ids, **columns):
+        seen.update(columns, prompts=prompts, completions=completions, ids=completion_ids)
+        return [0, True]
+
+    assert called(function, answer=["3", "4"], prompts_of=[1, 2]) == [0.0, 1.0]
+    assert seen == {
+        "prompts": ["a", "b"], "completions": ["x", "yy"], "ids": [[1], [1, 1]],
+        "answer": ["3", "4"], "prompts_of": [1, 2],
+    }  # fmt: skip
+    called(function, prompts=[CHAT, CHAT], completions=["a column of", "this name"])
+    assert seen["completions"] == [[{"role": "assistant", "content": t}] for t in ("x", "yy")]
+
+
+def test_numbers_of_every_kind():
+    import numpy
+    import torch
+
+    for values in (
+        [1, 0.5], (True, 0.5), iter([1, 0.5]), numpy.array([1, 0.5]), torch.tensor([1, 0.5]),
+        [numpy.float32(1), numpy.float64(0.5)], [numpy.bool_(True), torch.tensor(0.5)],
+        torch.tensor([1, 0.5], dtype=torch.bfloat16, requires_grad=True).detach(),
+    ):  # fmt: skip
+        got = called(lambda _values=values, **_: _values)
+        assert got == [1.0, 0.5] and all(type(value) is float for value in got)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([1.0], "1 values for 2"), ([], "0 values"), ([1, 2, 3], "3 values"), (None, "TypeError"),
+        (1.0, "TypeError"), ([1.0, None], "NoneType"), ([1.0, float("nan")], "not nan"),
+        ([1.0, float("inf")], "not inf"), (["1", "2"], "not '1'"), ([1j, 1], "complex"),
+        ("12", "not '1'"), ([[1], [2]], "list"), ([10**400, 1], "OverflowError"),
+        ({"a": 1, "b": 2}, "not 'a'"),
+    ],
+)  # fmt: skip
+def test_values_that_are_no_rewards(values, says):
+    with pytest.raises(RewardError, match=rf"reward function mine.*{says}") as error:
+        called(lambda **_: values)
+    assert "\n" not in str(error.value)
+
+
+def test_an_exception_in_a_reward_function_is_one_sentence():
+    def broken(**_):
+        raise KeyError("two\nlines")
+
+    for function in (broken, lambda completions: [1, 2], lambda needed, **_: [1, 2]):
+        with pytest.raises(RewardError, match="reward function mine: (Key|Type)Error") as error:
+            called(function)
+        assert "\n" not in str(error.value) and error.value.__cause__ is not None
+
+
+def test_ready_made_functions_of_trl_run_unchanged():
+    paths = ["think_format_reward", "accuracy_reward", "reasoning_accuracy_reward"]
+    loaded = load_reward_funcs([f"trl.rewards.{name}" for name in paths])
+    functions = {name: function for name, (function, _) in loaded.items()}
+    texts = ["<think>2 + 2</think> \\boxed{4}", "\\boxed{4}", "<think>x</think> \\boxed{5}"]
+    columns = {"solution": ["$4$"] * 3, "level": [1, 2, 3]}
+    expected = [[1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    for (name, function), values in zip(functions.items(), expected, strict=True):
+        got = call_reward_func(name, function, [CHAT] * 3, texts, [[1]] * 3, columns)
+        assert got == values, name
+    with pytest.raises(RewardError, match="accuracy_reward.*solution"):
+        call_reward_func("accuracy_reward", functions["accuracy_reward"], [CHAT], ["x"], [[1]], {})
+
+
+def test_ready_made_functions_that_trl_makes():
+    from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment
+
+    penalty = get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)
+    ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5]]
+    got = call_reward_func("penalty", penalty, [CHAT] * 2, ["a", "b"], ids, {"answer": ["1", "2"]})
+    assert got == [0.0, -0.75]
+    overlong = get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2)
+    assert called(overlong, texts=["xxxxx", "x"]) == [-1.0, 0.0]
 
 
 # ------------------------------------------------------------------------- what is imported, run

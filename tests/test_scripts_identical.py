@@ -25,9 +25,7 @@ OURS = {
     "system_prompt": "TRL wants it in the data",
     "rollout_weights": "how our own decode loop runs; TRL samples through vLLM or generate()",
     "max_eval_samples": "held-out problems to evaluate on",
-    "max_tokens_per_micro_batch": "TRL's micro-batches have a number of rows",
 }
-TRL_DATACLASSES = ("GRPOConfig", "ModelConfig", "ScriptArguments")
 
 
 def ids(path: Path) -> str:
@@ -73,7 +71,7 @@ def test_scripts_are_identical_outside_docstring_and_credit_regions(script):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=ids)
 def test_credit_regions_are_well_formed(script):
-    """Two: flags inside Args, functions between the batch and the objective."""
+    """Two: flags inside Args, functions right after it."""
     source = script.read_text()
     marks = re.findall(r"^ *(# ===.*?)\s*$", source, re.MULTILINE)
     assert marks == [BEGIN, END] * 2, marks
@@ -88,6 +86,38 @@ def test_credit_regions_are_well_formed(script):
     for name in ("needs_base", "token_scores", "assign_credit", "surrogate_terms"):
         assert places[2] < functions[name] < places[3], name
     assert ast.get_docstring(tree), "no module docstring"
+
+
+# What is read first stands first; `main` is last.
+ORDER = (
+    "Args needs_base token_scores assign_credit TokenStats Batch Run train collect score update "
+    "evaluate sample_tokens Decoder sample Policy load_policy build_run save_checkpoint resume "
+    "parse_args run_to_the_end main"
+).split()
+
+
+def definitions(script: Path) -> list[str]:
+    tree = ast.parse(script.read_text())
+    return [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=ids)
+def test_a_script_reads_from_the_top(script):
+    """Docstring, flags, method, what the steps pass on, the loop and its steps, engine room."""
+    names = definitions(script)
+    assert sorted(set(ORDER), key=names.index) == ORDER and names[-1] == "main"
+
+
+LINES = {"grpo_arca": 900, "grpo_strace": 940, "grpo_oar": 1080}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=ids)
+def test_no_script_grows(script):
+    """Somebody is to read it in an evening: make room for what you add."""
+    source = script.read_text()
+    credit = sum(region.count("\n") for region in REGION.findall(source))
+    assert source.count("\n") <= LINES[script.stem], source.count("\n")
+    assert credit <= 220, credit
 
 
 def test_the_comparison_sees_every_difference():
@@ -117,7 +147,7 @@ def test_no_line_is_over_100_columns(path):
     assert not long, f"{ids(path)}: {long}"
 
 
-def long_functions(source: str, limit: int = 60) -> list[str]:
+def long_functions(source: str, limit: int = 45) -> list[str]:
     """Functions of more than `limit` lines, from the `def` to the last line."""
     functions = [
         node
@@ -129,15 +159,15 @@ def long_functions(source: str, limit: int = 60) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CODE, ids=ids)
-def test_no_function_is_over_60_lines(path):
+def test_no_function_is_over_45_lines(path):
     long = long_functions(path.read_text())
     assert not long, f"{ids(path)}: {long}"
 
 
 def test_long_functions_are_found():
-    body = "def f():\n" + "    x = 1\n" * 59
+    body = "def f():\n" + "    x = 1\n" * 44
     assert long_functions(body) == [] and len(long_functions(body + "    x = 1\n")) == 1
-    assert len(long_functions("class A:\n    def f(self):\n" + "        x = 1\n" * 60)) == 1
+    assert len(long_functions("class A:\n    def f(self):\n" + "        x = 1\n" * 45)) == 1
 
 
 # ------------------------------------------------------------------------------------- flags
@@ -161,9 +191,11 @@ def shared_flags(script: Path) -> set[str]:
 def trl_flags() -> set[str]:
     if importlib.util.find_spec("trl") is None:
         pytest.skip("trl is not installed: its names of flags cannot be looked up")
-    import trl
+    from trl import GRPOConfig, ModelConfig
+    from trl.scripts.grpo import GRPOScriptArguments
 
-    return {f.name for name in TRL_DATACLASSES for f in dataclasses.fields(getattr(trl, name))}
+    parts = (GRPOConfig, ModelConfig, GRPOScriptArguments)
+    return {field.name for part in parts for field in dataclasses.fields(part)}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=ids)

@@ -44,9 +44,8 @@ def ragged(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> g.Batch:
     mask = attention[:, WIDTH:]
     entropy = torch.randint(0, 12, (rows, longest), generator=draw) / 8
     return g.Batch(
-        rollout=0,
-        prompt_width=WIDTH,
         rows=torch.arange(rows),
+        prompt_width=WIDTH,
         ids=torch.randint(0, 99, (rows, WIDTH + longest), generator=draw),
         attention=attention,
         truncated=torch.zeros(rows, dtype=torch.bool),
@@ -67,9 +66,13 @@ def ratios(batch: g.Batch, spread: float, seed: int = 1) -> Tensor:
     return spread * torch.randn(batch.mask.shape, generator=draw)
 
 
-def assign(args: g.Args, batch: g.Batch) -> dict[str, float]:
+def assign(args: g.Args, *micros: g.Batch) -> dict[str, float]:
+    """The metrics of a rollout that is these micro-batches."""
+    metrics: dict[str, float] = {}
+    run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True))
     with torch.no_grad():  # as in the trainer's score()
-        return g.assign_credit(SimpleNamespace(args=args, accelerator=Accelerator(cpu=True)), batch)
+        g.assign_credit(run, list(micros), metrics)
+    return metrics
 
 
 def loss_of(args: g.Args, batch: g.Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -348,6 +351,11 @@ def half_of_a_rollout(rank: int) -> g.Batch:
     return batch
 
 
+def halved(batch: g.Batch) -> list[g.Batch]:
+    """Two micro-batches, each without the other's padding."""
+    return [batch.select(index) for index in torch.arange(len(batch.rows)).tensor_split(2)]
+
+
 def mask_on_rank(rank: int, port: int, args: g.Args, results) -> None:
     """One of two gloo processes: reports its batch's mask."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
@@ -357,7 +365,8 @@ def mask_on_rank(rank: int, port: int, args: g.Args, results) -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 2
     run = SimpleNamespace(args=args, accelerator=accelerator)
-    results.put((rank, g.trace_mask(run, half_of_a_rollout(rank)).tolist()))
+    micros = halved(half_of_a_rollout(rank))
+    results.put((rank, [row.tolist() for mask in g.trace_masks(run, micros) for row in mask]))
     torch.distributed.destroy_process_group()
 
 
@@ -380,7 +389,9 @@ def test_batch_scope_sees_the_tokens_of_every_process():
     for rank, half in enumerate(halves):
         for row, line in enumerate(half.entropy.tolist()):
             ranked = [sum(other >= h for other in tokens) <= most for h in line]
-            assert got[rank][row] == [m and k for m, k in zip(half.mask[row].tolist(), ranked)]
+            expected = [m and k for m, k in zip(half.mask[row].tolist(), ranked)]
+            kept = got[rank][row]
+            assert kept == expected[: len(kept)] and not any(expected[len(kept) :])
     assert sum(map(sum, got[0])) < 0.4 * halves[0].mask.sum()  # alone it would keep more
 
 
@@ -410,19 +421,18 @@ def test_what_lies_outside_the_completions_changes_nothing(credit, normalise, sc
 
 @pytest.mark.parametrize("values", GRID, ids=name_of)
 def test_batched_equals_one_by_one(values):
+    """A rollout in micro-batches of one completion, without the others' padding: the same masks
+    (of the whole rollout, where that is their scope), weights, metrics and gradients."""
     args, batch = flags(**values), ragged(6)
     log_ratio = ratios(batch, 0.3)
     _, grad, clipped = loss_of(args, batch, log_ratio)
-    per_batch = args.trace_mask_scope == "batch"
-    for row, length in enumerate(LENGTHS):
-        single = batch.select(torch.tensor([row]))
-        assert single.mask.shape == (1, length)  # without the others' padding
+    singles = [batch.select(torch.tensor([row])) for row in range(len(LENGTHS))]
+    assert assign(args, *singles) == pytest.approx(assign(args, batch))
+    for row, (single, length) in enumerate(zip(singles, LENGTHS, strict=True)):
+        assert single.mask.shape == (1, length)
+        assert torch.equal(single.credit[0], batch.credit[row, :length])
+        torch.testing.assert_close(single.weights[0], batch.weights[row, :length])
         logp = (single.logp + log_ratio[row : row + 1, :length]).requires_grad_()
-        keep = single.credit.clone()
-        if not per_batch:
-            assign(args, single)
-            assert torch.equal(single.credit, keep)
-            torch.testing.assert_close(single.weights[0], batch.weights[row, :length])
         scale = g.token_scale(args, single.loss_mask, len(LENGTHS), 0)
         loss, alone_clipped = g.policy_loss(args, single, logp, single.logp, scale)
         (alone,) = torch.autograd.grad(loss, logp)
@@ -502,4 +512,5 @@ def test_a_trace_that_would_overflow_leaves_finite_gradients(sign):
 def test_shares_and_decays_outside_0_to_1_are_refused(name, value, capsys):
     with pytest.raises(SystemExit) as stop:
         flags(**{name: value})
-    assert stop.value.code == 2 and f"--{name} must be from 0 to 1" in capsys.readouterr().err
+    sentence = f"--{name} {float(value)} is out of range: it must lie in [0, 1]"
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err

@@ -1,0 +1,411 @@
+"""Model families (PITFALLS 17-20): each is right, by transformers' own `generate` and eager
+forward, or refused with one sentence before the first step; none passes silently wrong.
+
+Every model is a random one of 64 hidden units, its weights large enough that errors show."""
+# ruff: noqa: C408 (settings read better as keywords)
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import transformers
+from conftest import TINY, randomise_adapter
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import grpo_arca
+import grpo_oar
+import grpo_strace
+
+METHODS = {"arca": grpo_arca, "oar_g": grpo_oar, "oar_p": grpo_oar, "s_trace": grpo_strace}
+TOKENIZER = AutoTokenizer.from_pretrained(TINY)
+LONG = TOKENIZER.encode("What is 3 + 4 * 2? Go step by step.")
+PROMPTS = [LONG, TOKENIZER.encode("12 - 5 ="), LONG]
+COMPLETIONS = ["3 + 8 = 11, so \\boxed{11}", "it is \\boxed{-7}", "5: \\boxed{5} or 9 \\boxed{9}"]
+LENGTH, WINDOW = 12, 16  # so the window moves: one prompt is longer, one grows longer
+
+# ---- The table: what each family needs to be small, and to show what it adds ---------------------
+SMALL = dict(vocab_size=448, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+SMALL |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+HEAD, WINDOWED = dict(head_dim=16), dict(sliding_window=WINDOW)
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+BOTH = WINDOWED | dict(layer_types=[SLIDING, FULL])
+FOUR = WINDOWED | dict(num_hidden_layers=4, layer_types=[SLIDING] * 3 + [FULL])
+SOFT_CAP = dict(query_pre_attn_scalar=16, final_logit_softcapping=2.0)
+MUP = dict(embedding_multiplier=6.0, residual_multiplier=0.5, attention_multiplier=0.1)
+GPT = dict(n_embd=64, n_layer=2, n_head=4, n_positions=512)
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4)
+DELTA |= dict(linear_key_head_dim=16, linear_value_head_dim=16, layer_types=[LINEAR, FULL])
+MOE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+LATENT = dict(kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16)
+LATENT |= dict(v_head_dim=16, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1)
+LATENT |= dict(first_k_dense_replace=1, n_group=1, topk_group=1)
+PER_LAYER = dict(hidden_size_per_layer_input=16, vocab_size_per_layer_input=448)
+MAMBA = dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16)
+MAMBA2 = dict(num_heads=8, head_dim=16, state_size=16, n_groups=1)
+NEO = dict(num_layers=2, num_heads=4, attention_types=[[["local"], 2]], window_size=8)
+VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+GEMMA2, GEMMA4 = HEAD | BOTH | SOFT_CAP, HEAD | FOUR | PER_LAYER | dict(global_head_dim=16)
+GEMMA4 |= dict(layer_types=[SLIDING, FULL] * 2, num_kv_shared_layers=2)
+IMAGE = dict(image_token_index=400, boi_token_index=401, eoi_token_index=402)
+IMAGE |= dict(vision_config=VISION | dict(image_size=28, patch_size=14), mm_tokens_per_image=4)
+
+RIGHT = {  # in 4 bits and without
+    "bitnet": {},
+    "cohere": dict(logit_scale=0.25),
+    "cohere2": FOUR | dict(logit_scale=0.25),
+    "ernie4_5": HEAD,
+    "exaone4": FOUR,
+    "falcon": dict(new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=128),
+    "gemma": HEAD,
+    "gemma2": GEMMA2,
+    "gemma3": IMAGE | dict(text_config=SMALL | HEAD | BOTH),  # reads images too
+    "gemma3_text": GEMMA2,
+    "gemma4_text": GEMMA4,
+    "glm4": HEAD,
+    "gpt2": GPT,
+    "gpt_neox": {},
+    "gptj": GPT | dict(rotary_dim=16),
+    "granite": MUP | dict(logits_scaling=8.0),
+    "lfm2": dict(layer_types=["conv", FULL], block_auto_adjust_ff_dim=False),
+    "llama": {},
+    "mistral": WINDOWED,
+    "nemotron": {},
+    "olmo2": {},
+    "olmo3": BOTH,
+    "opt": dict(ffn_dim=128, word_embed_proj_dim=64),
+    "phi": {},
+    "phi3": WINDOWED,
+    "qwen2": WINDOWED | dict(use_sliding_window=True, layer_types=[SLIDING, FULL]),
+    "qwen3": HEAD,
+    "qwen3_5_text": HEAD | DELTA,
+    "smollm3": dict(no_rope_layers=[1, 0], layer_types=[FULL, FULL], use_sliding_window=False),
+    "stablelm": {},
+    "starcoder2": WINDOWED,
+}
+EXPERTS = {  # are no linear layers, so they would not be in 4 bits: right with --load_in_4bit False
+    "deepseek_v2": LATENT | HEAD | dict(num_experts_per_tok=2, moe_intermediate_size=64),
+    "gpt_oss": HEAD | BOTH | MOE,
+    "granitemoe": MUP | MOE | dict(logits_scaling=8.0),
+    "mixtral": MOE,
+    "qwen3_moe": HEAD | MOE,
+    "qwen3_next": HEAD | DELTA | MOE | dict(shared_expert_intermediate_size=64),
+}
+NOT_WITH = {  # a state cannot be cut at a token; per-layer embeddings need ids, OAR-G gives embeds
+    "oar_p": ["lfm2", "qwen3_5_text", "qwen3_next"],
+    "oar_g": ["gemma4_text"],
+}
+REFUSED = {  # family: settings, flags, and a word of the sentence
+    "bloom": (dict(n_layer=2, n_head=4), [], "does not run here"),  # ALiBi as wide as the prompt
+    "falcon_h1": (HEAD | MAMBA, [], "out_proj"),  # by PEFT
+    "gemma3n_text": (HEAD | BOTH | PER_LAYER | dict(num_kv_shared_layers=0), [], "unsigned char"),
+    "gpt_neo": (NEO, [], "nats off"),
+    "mamba2": (MAMBA2, [], "out_proj"),
+    "recurrent_gemma": (HEAD | dict(num_hidden_layers=3, lru_width=64), [], "4 bits"),
+    # What remains once the user has done what PEFT's sentence asks for: a head with a multiplier
+    # that we do not know, and a cached step that is not the whole forward's.
+    "falcon_h1 attention": (HEAD | MAMBA | dict(lm_head_multiplier=0.5), ["q_proj"], "nats off"),
+    "mamba2 in_proj": (MAMBA2, ["in_proj"], "nats off"),
+}
+
+
+@pytest.fixture(scope="session")
+def save_model(tmp_path_factory):
+    """save_model(family) -> folder of a random model of it, with the tiny policy's tokenizer."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folders = {}
+
+    def save(family: str) -> str:
+        if family not in folders:
+            folder = folders[family] = str(tmp_path_factory.mktemp(family.replace(" ", "_")))
+            settings = (RIGHT | EXPERTS | {k: v[0] for k, v in REFUSED.items()})[family]
+            config = AutoConfig.for_model(family.split()[0], **SMALL | settings)
+            config.eos_token_id, config.pad_token_id = 2, 0
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):  # else 0
+                    parameter.data += 0.05 * torch.randn(parameter.shape)
+                elif "norm" not in name and not name.endswith(("A_log", ".D", "dt_bias")):
+                    parameter.data *= 4
+            model.save_pretrained(folder)
+            TOKENIZER.save_pretrained(folder)
+        return folders[family]
+
+    return save
+
+
+def arguments(module, folder: str, **flags):
+    argv = ["--model_name_or_path", folder, "--max_completion_length", str(LENGTH)]
+    argv += ["--per_device_train_batch_size", "4", "--num_generations", "4"]
+    argv += ["--gradient_accumulation_steps", "1", "--gradient_checkpointing", "False"]
+    for name, value in flags.items():
+        argv += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
+    return module.parse_args(argv)
+
+
+def start(folder: str, module=grpo_arca, **flags):
+    """What a run does before its first step; then the adapter is made to act."""
+    run = module.build_run(arguments(module, folder, **flags), TOKENIZER)
+    module.check_model(run, LONG)
+    randomise_adapter(run.model)
+    return run
+
+
+@torch.no_grad()
+def stock_logp(run, batch):
+    """Log-probs [B, T] of the completions by the stock model: row by row, eager, no cache."""
+    base, result = run.model.get_base_model(), torch.zeros(batch.mask.shape)
+    attention = base.config._attn_implementation
+    base.set_attn_implementation("eager")
+    for row, (ids, real, mask) in enumerate(zip(batch.ids, batch.attention, batch.mask)):
+        ids, length = ids[real], int(mask.sum())
+        logp = base(ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+        logp = logp[:-1].gather(1, ids[1:, None]).squeeze(1)
+        result[row, :length] = logp[-length:]
+    base.set_attn_implementation(attention)
+    return result
+
+
+def answered_batch(module, advantages=(0.9, -0.8, 0.7)):
+    """Completions that end in a boxed answer, as OAR needs them, of different lengths."""
+    done = [TOKENIZER.encode(text) + [2] for text in COMPLETIONS]
+    width, length = len(LONG), max(map(len, done))
+    ids = torch.zeros(3, width + length, dtype=torch.long)
+    attention = torch.zeros_like(ids, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, done)):
+        place = slice(width - len(prompt), width + len(completion))
+        ids[row, place], attention[row, place] = torch.tensor(prompt + completion), True
+    tensors = dict(ids=ids, attention=attention, truncated=torch.zeros(3, dtype=torch.bool))
+    tensors |= dict(advantages=torch.tensor(advantages), rewards=torch.ones(3))
+    tensors |= dict(loss_mask=attention[:, width:], sampled_logp=torch.zeros(3, length))
+    return module.Batch(rows=torch.arange(3), prompt_width=width, **tensors)
+
+
+def with_method(run, credit: str):
+    """The run, as the script that has this method would have built it."""
+    module, args = METHODS[credit], run.args
+    same = {name: getattr(args, name) for name in ("load_in_4bit", "rollout_weights")}
+    args = arguments(module, args.model_name_or_path, credit=credit, **same)
+    return module.Run(args, *[getattr(run, field.name) for field in fields(run)][1:])
+
+
+def check_greedy(run):
+    """Greedy tokens are those of transformers' `generate`, prompt by prompt without padding."""
+    endless = replace(run, eos_ids=run.eos_ids[:0])
+    u = torch.zeros(len(PROMPTS), LENGTH)
+    batch = grpo_arca.sample(endless, torch.arange(len(PROMPTS)), PROMPTS, u, greedy=True)
+    run.model.generation_config.eos_token_id = None
+    how = dict(do_sample=False, max_new_tokens=LENGTH, pad_token_id=0)
+    own = []
+    for prompt in PROMPTS[:2]:
+        ids = torch.tensor([prompt])
+        own.append(run.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0])
+    for row, tokens in zip(batch.ids, [*own, own[0]]):
+        assert row[batch.prompt_width :].tolist() == tokens[-LENGTH:].tolist()
+
+
+def check_samples(run):
+    """Sampled = trained = stock log-probs, where rows stop early and `keep` drops them."""
+    often = replace(run, eos_ids=torch.arange(3, 70))
+    u = grpo_arca.row_uniforms(run.args, "test", 0, torch.arange(3), LENGTH)
+    batch = grpo_arca.sample(often, torch.arange(3), PROMPTS, u)
+    assert batch.mask.sum(1).unique().numel() > 1  # of different lengths
+    run.policy.eval()
+    with torch.no_grad():
+        trained = run.policy(batch).logp
+    torch.testing.assert_close(batch.sampled_logp, trained, atol=1e-4, rtol=0)
+    torch.testing.assert_close(trained, stock_logp(run, batch), atol=1e-4, rtol=0)
+
+
+def check_credit(run, credit: str):
+    """The method's scores and weights are finite and not all alike, and its update moves."""
+    module, run = METHODS[credit], with_method(run, credit)
+    batch, metrics = answered_batch(module), {}
+    module.score(run, [batch], metrics)
+    torch.testing.assert_close(batch.logp, stock_logp(run, batch), atol=1e-4, rtol=0)
+    assert batch.scores.isfinite().all() and batch.weights.isfinite().all()
+    assert batch.weights[batch.mask].std() > 0.01 and metrics.get("no_answer_share", 0) == 0
+    change = module.update(run, [batch])
+    assert change["skipped_update"] == 0 and change["grad_norm"] > 1e-3
+
+
+def check_all(run, family: str):
+    check_greedy(run)
+    check_samples(run)
+    for credit in METHODS:
+        if family not in NOT_WITH.get(credit, []):
+            check_credit(run, credit)
+
+
+def refusal(capsys, act) -> str:
+    """The one sentence with which `act` ends the run."""
+    with pytest.raises(SystemExit) as ended:
+        act()
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and text.startswith("grpo_") and text.count("\n") == 1
+    return text
+
+
+# ---- The tests -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", RIGHT)
+def test_right_in_4_bits(save_model, family):
+    check_all(start(save_model(family)), family)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_refused_in_4_bits_and_right_without(save_model, family, capsys):
+    """PITFALLS 20."""
+    folder = save_model(family)
+    sentence = refusal(capsys, lambda: start(folder))
+    assert folder in sentence and "--load_in_4bit False" in sentence
+    check_all(start(folder, load_in_4bit=False), family)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused_with_a_sentence(save_model, family, capsys):
+    folder, (_, targets, word) = save_model(family), REFUSED[family]
+    sentence = refusal(capsys, lambda: start(folder, lora_target_modules=targets or ["all-linear"]))
+    assert folder in sentence and word in sentence
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma3_text", "qwen3_5_text"])
+def test_right_with_the_adapter_unmerged(save_model, family):
+    check_greedy(run := start(save_model(family), rollout_weights="adapter"))
+    check_samples(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["merged", "adapter"])
+@pytest.mark.parametrize("bits", [True, False])
+@pytest.mark.parametrize("family", RIGHT | EXPERTS)
+def test_right_in_every_way(save_model, family, bits, weights):
+    if not (bits and family in EXPERTS):
+        check_all(start(save_model(family), load_in_4bit=bits, rollout_weights=weights), family)
+
+
+# ---- OAR asks by forwards of its own -------------------------------------------------------------
+@torch.no_grad()
+def plain_oar_p(run, probes, row: int) -> list[float]:
+    """OAR-P of one completion: a whole forward for each token, without padding or a cache."""
+    base, real = run.model.get_base_model(), probes.attention[row] > 0
+    ids, scores = probes.ids[row][real], []
+
+    def answer(ids):
+        return base(ids[None], use_cache=False).logits[0, -1].double().log_softmax(-1)
+
+    for place in probes.reasoning[row][real].nonzero().flatten():
+        changed = ids.clone()
+        changed[place] = 0
+        clean = answer(ids)
+        scores.append(float((clean.exp() * (clean - answer(changed))).sum()))
+    return scores
+
+
+@pytest.mark.parametrize(
+    "credit, family", [(credit, family) for credit in NOT_WITH for family in NOT_WITH[credit]]
+)
+def test_oar_is_refused_where_it_cannot_ask(save_model, credit, family, capsys):
+    """PITFALLS 19: before the first step, though the samples are right."""
+    flags = dict(credit=credit, load_in_4bit=family not in EXPERTS)
+    sentence = refusal(capsys, lambda: start(save_model(family), grpo_oar, **flags))
+    assert f"{save_model(family)} does not run here" in sentence
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma4_text", "llama"])
+def test_oar_p_is_that_of_whole_forwards(save_model, family):
+    """Its cut caches, of windows too, give what forwards of the whole text give."""
+    run = with_method(start(save_model(family)), "oar_p")
+    batch = answered_batch(grpo_oar)
+    grpo_oar.score(run, [batch], {})
+    probes = grpo_oar.find_probes(run, batch)
+    for row in range(3):
+        plain = torch.tensor(plain_oar_p(run, probes, row))
+        assert plain.max() > 1e-3
+        torch.testing.assert_close(batch.scores[row, : len(plain)], plain, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gemma", "granite", "llama"])
+def test_oar_g_reads_the_same_twice_but_for_the_noise(save_model, family):
+    """Also where a family scales embeddings, and in bf16, whose rounding is larger than the noise:
+    almost no noise, almost no scores."""
+    run, means = with_method(start(save_model(family), load_in_4bit=False), "oar_g"), []
+    run.model.to(torch.bfloat16)
+    run.accelerator.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+    for noise in (1e-1, 1e-9):
+        run.args.oar_noise_std, batch = noise, answered_batch(grpo_oar)
+        grpo_oar.score(run, [batch], {})
+        means.append(batch.scores[batch.scores >= 0].mean())
+    assert means[0] > 0 and means[1] < 1e-3 * means[0]
+
+
+# ---- check_model itself --------------------------------------------------------------------------
+@pytest.mark.parametrize("family", ["cohere", "gemma2", "granite"])
+def test_check_sees_a_head_without_its_scaling(save_model, family, capsys, monkeypatch):
+    """PITFALLS 17."""
+    folder = save_model(family)
+    head = lambda base, hidden: base.get_output_embeddings()(hidden).float()
+    monkeypatch.setattr(grpo_arca, "head_logits", head)
+    assert f"{folder} is not supported" in refusal(capsys, lambda: start(folder))
+
+
+def test_check_sees_attention_without_what_a_family_adds(save_model, capsys, monkeypatch):
+    """PITFALLS 18: gpt-oss's sinks. Sampled and trained log-probs agree, the stock ones not."""
+    folder, build = save_model("gpt_oss"), grpo_arca.build_run
+
+    def build_without_sinks(*args):
+        run = build(*args)
+        base = run.model.get_base_model()
+        for layer in base.base_model.layers:
+            layer.self_attn.sinks.requires_grad_(False).fill_(-1e9)
+        return run
+
+    def stock(run, batch):
+        for layer in run.model.get_base_model().base_model.layers:
+            layer.self_attn.sinks.fill_(1.0)
+        return gap(run, batch)
+
+    gap = grpo_arca.gap_to_stock
+    monkeypatch.setattr(grpo_arca, "build_run", build_without_sinks)
+    monkeypatch.setattr(grpo_arca, "gap_to_stock", stock)
+    sentence = refusal(capsys, lambda: start(folder, load_in_4bit=False))
+    assert f"{folder} is not supported" in sentence
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:2], ids=["long", "short"])
+@pytest.mark.parametrize("broken", ["mask", "padding"])
+def test_check_sees_a_wrong_decode_step(save_model, broken, prompt, capsys, monkeypatch):
+    """Of the cached steps alone: padding that is attended to, positions that count it."""
+    folder, step = save_model("llama"), grpo_arca.Decoder.step
+    run = grpo_arca.build_run(arguments(grpo_arca, folder), TOKENIZER)
+
+    def wrong(decoder):
+        tensor = getattr(decoder, broken)
+        tensor[:] = tensor.max() if broken == "mask" else 0
+        step(decoder)
+
+    monkeypatch.setattr(grpo_arca.Decoder, "step", wrong)
+    sentence = refusal(capsys, lambda: grpo_arca.check_model(run, prompt))
+    assert f"{folder} is not supported" in sentence
+
+
+# ---- What a CUDA graph would not see -------------------------------------------------------------
+@pytest.mark.parametrize("family", ["cohere2", "gemma4_text", "lfm2", "llama", "qwen3_5_text"])
+def test_steps_keep_their_state_in_the_same_tensors(save_model, family):
+    """A captured step reads and writes the addresses, and has the Python numbers, of its first run;
+    so a cache's must not change (a window that rolls counts in Python)."""
+
+    def state(decoder):
+        leaves = tree_leaves([vars(layer) for layer in decoder.cache.layers])
+        return [x.data_ptr() if isinstance(x, torch.Tensor) else str(x) for x in leaves]
+
+    model = start(save_model(family)).model.get_base_model()
+    with torch.no_grad():
+        decoder = grpo_arca.Decoder(model, PROMPTS, torch.zeros(3, LENGTH), (0, 0, 1.0))
+        decoder.step()
+        before = state(decoder)
+        for _ in range(LENGTH - 2):
+            decoder.step()
+    assert state(decoder) == before

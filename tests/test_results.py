@@ -1,0 +1,196 @@
+"""results/compare.py on made-up runs, and results/learning.py on a made-up script. ~10 s."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"results_{name}", RESULTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+compare, learning = load("compare"), load("learning")
+
+
+def fake_run(folder: Path, script: str, credit: str, seed: int, steps: int = 20, **flags) -> Path:
+    """What a run of 20 steps leaves after `steps` of them: reward 0.01 a step, more by the seed."""
+    out = folder / f"{script}-{credit}-{seed}{''.join(f'-{x}' for x in flags.values())}"
+    out.mkdir(parents=True)
+    config = {"credit": credit, "seed": seed, "output_dir": str(out), "run_name": out.name}
+    config |= {"max_steps": 20, "learning_rate": 0.004} | flags
+    config["environment"] = {"command": [f"/x/{script}.py", str(seed)], "commit": str(seed)}
+    rows = [{"step": 0, "eval": {"sampled_accuracy": 0.3}}]
+    rows += [{"step": s, "reward": 0.01 * s + 0.1 * seed} for s in range(1, steps + 1)]
+    if steps == 20:
+        rows.append({"step": 20, "eval": {"sampled_accuracy": 0.5 + 0.1 * seed}})
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return out
+
+
+def draw(cwd: Path, *arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, RESULTS / "compare.py", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_group(tmp_path):
+    runs = [fake_run(tmp_path, "grpo_arca", c, s) for c in ("arca", "uniform") for s in (1, 2, 3)]
+    groups = compare.groups_of(runs)
+    assert list(groups) == ["arca", "uniform"]
+    for members in groups.values():
+        assert [run.accuracy for run in members] == pytest.approx([0.6, 0.7, 0.8])
+        assert [len(run.rewards) for run in members] == [20] * 3
+    assert groups["arca"][1].rewards[:2] == pytest.approx([0.21, 0.22])
+
+
+def test_labels_name_what_differs_and_nothing_else(tmp_path):
+    runs = [
+        fake_run(tmp_path, "grpo_arca", "arca", 1, sharpening=1.0),
+        fake_run(tmp_path, "grpo_arca", "arca", 1, sharpening=2.0),
+        fake_run(tmp_path, "grpo_oar", "oar_g", 1),
+        fake_run(tmp_path, "grpo_oar", "uniform", 1, learning_rate=0.001),
+    ]
+    assert list(compare.groups_of(runs)) == [
+        "grpo_arca arca learning_rate=0.004 sharpening=1.0",
+        "grpo_arca arca learning_rate=0.004 sharpening=2.0",
+        "grpo_oar oar_g learning_rate=0.004",
+        "grpo_oar uniform learning_rate=0.001",
+    ]
+    assert list(compare.groups_of(runs[2:3])) == ["oar_g"]
+    both = compare.groups_of([runs[0], runs[2]])  # a method's own flag tells nothing
+    assert list(both) == ["grpo_arca arca", "grpo_oar oar_g"]
+    config = json.loads((runs[0] / "config.json").read_text())
+    del config["environment"], config["sharpening"]  # of an older version of the script
+    older = tmp_path / "grpo_arca-older"
+    shutil.copytree(runs[0], older)
+    (older / "config.json").write_text(json.dumps(config))
+    assert list(compare.groups_of([runs[0], older])) == ["arca sharpening=1.0", "arca"]
+
+
+def test_a_picture_of_any_runs_goes_to_the_current_folder(tmp_path):
+    runs = [fake_run(tmp_path / "runs", "x", c, s) for c in ("a", "$^{_{$") for s in (1, 2, 3)]
+    done = draw(tmp_path, *runs)
+    assert (done.returncode, done.stderr) == (0, "") and "compare.png: a, $^{_{$" in done.stdout
+    assert (tmp_path / "compare.png").read_bytes().startswith(PNG)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.png", "runs"]
+
+
+def test_each_group_has_its_line_band_and_dots(tmp_path, monkeypatch):
+    runs = [fake_run(tmp_path, "x", c, s) for c in ("a", "b") for s in (1, 2, 3)]
+    figures, made = [], compare.plt.subplots
+    monkeypatch.setattr(
+        compare.plt, "subplots", lambda *a, **k: figures.append(made(*a, **k)) or figures[-1]
+    )
+    compare.draw(compare.groups_of(runs), str(tmp_path / "c.png"))
+    left, right = figures[0][1]
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["a", "b"]
+    x, y = left.lines[0].get_data()
+    assert list(x) == list(range(2, 20)) and y == pytest.approx(0.01 * x + 0.2)  # windows of 3
+    band = left.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((0.12, 0.49))
+    dots, mean = right.lines[0], right.lines[1]
+    assert list(dots.get_xdata()) == pytest.approx([0.6, 0.7, 0.8])
+    assert list(mean.get_xdata()) == pytest.approx([0.7, 0.7])
+
+
+def test_what_is_not_a_finished_run_is_left_out_with_a_line_each(tmp_path):
+    good = fake_run(tmp_path, "x", "a", 1)
+    unfinished = fake_run(tmp_path, "x", "a", 2, steps=7)
+    torn = fake_run(tmp_path, "x", "a", 3)
+    (torn / "metrics.jsonl").write_text('{"step": 1, "rew')
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"max_steps": 3}')
+    (other / "metrics.jsonl").write_text('{"step": 3, "eval": {"sampled_accuracy": 1}}\n[]')
+    file = tmp_path / "file"
+    file.write_text("")
+    bad = [unfinished, torn, other, file, tmp_path / "none"]
+    done = draw(tmp_path, good, *bad)
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(bad)
+    for path, line in zip(bad, lines):
+        assert line.startswith(f"compare.py: {path} is left out: ")
+    assert "has not come to the end of step 20" in lines[0] and "has no config.json" in lines[4]
+    done = draw(tmp_path, *bad)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("compare.py: error: ")
+
+
+def test_without_arguments_it_draws_the_measured_runs_and_never_into_results(tmp_path):
+    before = (RESULTS / "compare.png").stat()
+    done = draw(tmp_path, "--output", tmp_path / "here.png")
+    assert done.returncode == 0 and "uniform (GRPO), arca, shuffled" in done.stdout
+    assert (tmp_path / "here.png").read_bytes().startswith(PNG)
+    done = draw(RESULTS)  # where its default would be the committed picture
+    assert done.returncode == 2 and "--output" in done.stderr
+    assert (RESULTS / "compare.png").stat() == before
+    for output in ("none/a.png", "a.none"):
+        done = draw(tmp_path, "--output", output)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith(f"compare.py: error: cannot write {output}: ")
+
+
+# ------------------------------------------------------------------------------- learning.py
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """A root with an empty results/, where a run only notes its command line."""
+    (tmp_path / "results").mkdir()
+    commands = tmp_path / "commands.txt"
+
+    def run(command, **_):
+        seed, folder = int(command[-3]), Path(command[-1])
+        fake_run(tmp_path / "fakes", "x", "a", seed).rename(folder)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+        phases = ("seconds_rollout", "seconds_score", "seconds_credit", "seconds_update")
+        more = dict.fromkeys((*phases, "weight_gini", "weight_effn"), 0.5)
+        text = "".join(json.dumps(more | row) + "\n" for row in rows)
+        (folder / "metrics.jsonl").write_text(text)
+        figures = {"sampled_accuracy": 0.5 + 0.1 * seed, "greedy_accuracy": 0.5}
+        (folder / "summary.json").write_text(json.dumps({"before": figures, "after": figures}))
+        with commands.open("a") as file:
+            file.write(" ".join(command[3:]) + "\n")
+
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(learning, "ROOT", tmp_path)
+    monkeypatch.setattr(learning.subprocess, "run", run)
+    return tmp_path
+
+
+def learn(monkeypatch, line: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["learning.py", *line.split()])
+    learning.main()
+
+
+def test_learning_prints_and_writes_only_when_told_to(project, monkeypatch, capsys):
+    learn(monkeypatch, "grpo_x.py --seeds 1 2 3 --credit b --seed 9 --lora_target_modules q v")
+    out = capsys.readouterr().out
+    assert "seed 3: sampled 0.800" in out and "after: 0.700 +- 0.100" in out
+    lines = (project / "commands.txt").read_text().splitlines()
+    flags = "--credit b --seed 9 --lora_target_modules q v"
+    name = "grpo_x-b-seed-9-lora_target_modules-q-v"
+    assert lines == [
+        f"grpo_x.py {flags} --seed {s} --output_dir {project}/runs/{name}-{s}" for s in (1, 2, 3)
+    ]
+    assert list((project / "results").iterdir()) == []
+
+
+def test_what_learning_writes_is_what_compare_draws(project, monkeypatch):
+    learn(monkeypatch, "grpo_arca.py --write --seeds 2 --credit uniform")
+    assert [path.name for path in (project / "results").iterdir()] == ["grpo_arca-uniform.json"]
+    monkeypatch.setattr(compare, "FOLDER", project / "results")
+    (run,) = compare.measured()["uniform (GRPO)"]
+    assert run.accuracy == pytest.approx(0.7) and len(run.rewards) == 20
+    assert learning.name_of("grpo_arca.py", []) == "grpo_arca-default"
