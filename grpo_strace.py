@@ -4,7 +4,6 @@
     accelerate launch grpo_strace.py --credit uniform     # plain GRPO, the baseline
     accelerate launch grpo_strace.py --credit gspo --epsilon 3e-4 --epsilon_high 4e-4
     accelerate launch grpo_strace.py --model_name_or_path Qwen/Qwen3-4B --dataset_name openai/gsm8k
-    python grpo_strace.py --help                          # every flag
 
 This is a RECONSTRUCTION of S-trace (arXiv 2605.05965) from its abstract, the only part public to
 us: P-trace is a critic-free eligibility trace, S-trace masks its low-entropy tokens, GSPO is the
@@ -718,7 +717,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     if args.load_in_4bit and any(p.dim() == 3 and min(p.shape) > 1 for p in model.parameters()):
-        fail(f"{name} has experts, which 4 bits leave as they are: set --load_in_4bit False")
+        fail(f"{name} has more than linear layers (experts?) to quantise: set --load_in_4bit False")
     return model
 
 
@@ -749,8 +748,7 @@ def build_run(args: Args, tokenizer) -> Run:
 def check_model(run: Run, prompt: list[int]) -> None:
     """Ends the run where our own path (prefill, cached decoding, head by chunks) and the stock
     model's eager forward disagree by more than rounding, or where a step cannot be made."""
-    name, prompt = run.args.model_name_or_path, prompt[-24:]
-    u = row_uniforms(run.args, "check", 0, torch.arange(2), 8)
+    name, prompt, u = run.args.model_name_or_path, prompt[-24:], torch.full((2, 8), 0.5)
     endless = replace(run, eos_ids=run.eos_ids[:0])  # so that there are 8 tokens
     try:
         batch = sample(endless, torch.arange(2), [prompt, prompt[len(prompt) // 3 :]], u)
@@ -761,6 +759,8 @@ def check_model(run: Run, prompt: list[int]) -> None:
         score(run, [batch], {})
         training_forward(run, batch).sum().backward()
         run.optimizer.zero_grad()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a family's code raises
         fail(f"{name} does not run here: {type(error).__name__}: {error}")
     if not gap < (1e-3 if DTYPE == torch.float32 else 0.1):  # NaN is not

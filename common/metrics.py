@@ -493,7 +493,7 @@ def _completion(completion: dict) -> str:
 
 def _group(group: dict) -> str:
     shown, right, note = group["completions"], group.get("correct"), group.get("note")
-    size = group.get("size", len(shown))
+    size, heading = group.get("size", len(shown)), group.get("heading", f"Step {group['step']}")
     names = ("Above the group’s mean", "Below") if right is None else ("Correct", "Wrong")
     count = f"{size} completions" if right is None else f"{right} of {size} correct"
     count += f", {len(shown)} shown" if len(shown) < size else ""
@@ -504,7 +504,7 @@ def _group(group: dict) -> str:
         columns += f'<section class="column"><h3>{name} <b>{len(side)}</b></h3>\n{body}</section>\n'
     note = f'<p class="note">{_escape(note)}</p>\n' if note else ""
     return (
-        f"<details open><summary>Step {_escape(group['step'])} · {count}</summary>\n{note}"
+        f"<details open><summary>{_escape(heading)} · {count}</summary>\n{note}"
         f'<div class="prompt"><h3>Prompt</h3><div class="text">{_escape(group["prompt"])}</div>'
         f'<h3>Reference answer</h3><div class="text">{_escape(group["answer"])}</div></div>\n'
         f'<div class="columns">\n{columns}</div></details>\n'
@@ -517,7 +517,8 @@ def write_credit_page(path: str, title: str, samples: list[dict]) -> None:
     samples: [{"prompt", "answer", "step", "completions": [{"reward", "advantage", "truncated",
     "tokens": [{"text", "weight" (1 = the completion's mean), "entropy" (nats), "logp", optional
     "role": "decisive" | "first_wrong"}]}], optional "size" of the group, "correct" (how many of it;
-    None: no count), "note"}]. Text may be hostile: see _escape. Numbers may be NaN or None.
+    None: no count), "note", "heading" (else the step)}]. Text may be hostile: see _escape. Numbers
+    may be NaN or None.
     """
     page = string.Template(PAGE_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=_escape(title),

@@ -351,8 +351,8 @@ def load_reward_funcs(
     """Reward functions by name and their weights (1 each by default), from dotted paths as in TRL;
     None is the Grader's own verdict."""
     weights = [1.0] * len(paths) if weights is None else weights
-    if len(weights) != len(paths):
-        raise RewardError("--reward_weights needs one number for each of --reward_funcs")
+    if len(weights) != len(paths) or not all(map(math.isfinite, weights)):
+        raise RewardError("--reward_weights needs one finite number for each of --reward_funcs")
     functions: dict[str, tuple[Callable | None, float]] = {}
     for path, weight in zip(paths, weights, strict=True):
         name = path.rpartition(".")[2]

@@ -1,13 +1,13 @@
 """How much of ARCA's score is rounding when the policy computes in bf16, as it does on a GPU.
 
-    python results/arca_precision.py            # a CPU, about ten minutes; writes arca_precision.csv
+    python results/arca_precision.py            # on a CPU, minutes; writes arca_precision.csv
 
 A Qwen3-shaped policy of random weights (NF4 + LoRA of rank 16) takes updates with random advantages
-at a learning rate with ten steps of warm-up. After some of them the residual || h_adapted - h_base ||
-of the same tokens is computed in fp32 and under bf16 autocast. Printed: the rank correlation
-(Spearman) of the two over the tokens of a completion, mean and standard deviation over completions,
-beside what a run logs, `residual_in_roundings`: the median residual in units of what rounding h to
-bf16 may change, eps * || h ||.
+at a learning rate with ten steps of warm-up. After some of them ARCA's residual of the same tokens
+is computed in fp32 and under bf16 autocast. Printed: the rank correlation (Spearman) of the two
+over a completion's tokens, mean and standard deviation over completions, beside what a run logs,
+`residual_in_roundings`: the median residual in units of what rounding h to bf16 may change,
+eps * || h ||.
 """
 
 import csv
@@ -25,15 +25,15 @@ sys.path.insert(0, str(ROOT))
 import grpo_arca as trainer
 from common.metrics import weight_stats
 
-STEPS = (2, 5, 11, 30)
+STEPS = (2, 11, 25)
 RATES = (5e-6, 1e-5, 1e-4)
 ROWS, PROMPT, LENGTH = 8, 16, 48
 
 
 def make_policy(folder: str) -> None:
-    """A checkpoint of random weights, 2,048 wide, as Qwen3-1.7B is, and 4 layers deep."""
+    """A checkpoint of random weights, 2,048 wide, as Qwen3-1.7B is, and 2 layers deep."""
     config = Qwen3Config(
-        vocab_size=448, hidden_size=2048, intermediate_size=6144, num_hidden_layers=4,
+        vocab_size=448, hidden_size=2048, intermediate_size=6144, num_hidden_layers=2,
         num_attention_heads=16, num_key_value_heads=8, head_dim=128, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)

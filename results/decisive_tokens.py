@@ -127,7 +127,7 @@ def measure(folder: str | None) -> list[dict]:
             rewards = batch.rewards.view(-1, SAMPLES)
             batch.advantages = module.group_advantages(rewards, "group").flatten()
             for group in credit_group(run, [batch], dict(enumerate(problems))):
-                groups.append(group | {"note": f"Credit: {credit}. {group['note']}".strip()})
+                groups.append(group | {"heading": credit})
     return groups
 
 

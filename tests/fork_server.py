@@ -5,7 +5,8 @@
 CASES.json is a list of {"folder", "script", "argv"}. Each case runs as the command would, with the
 folder as working directory; there it leaves stdout.txt, stderr.txt and code.txt, the exit code, or
 "timeout". A case with "signal" gets that signal, "times" of it, "after" seconds after the path
-"when" is there (a file: with "lines" lines). Imports cost six seconds and a run of two tiny steps
+"when" is there (a file: with "lines" lines). One that "needs" a folder starts when that one's case
+has ended. Imports cost six seconds and a run of two tiny steps
 about three, so that a process for each would spend most of its time on imports.
 """
 
@@ -104,6 +105,10 @@ def settle(running: dict[int, tuple[dict, float]]) -> None:
         del running[pid]
 
 
+def ready(case: dict) -> bool:
+    return "needs" not in case or (Path(case["needs"]) / "code.txt").exists()
+
+
 def load_once() -> None:
     """What libraries compile and look up for the first policy, done before the forks."""
     args = grpo_arca.parse_args([])
@@ -125,8 +130,8 @@ def main() -> None:
     assert len(threads) == 1, f"threads before the first fork: {threads}"
     running: dict[int, tuple[dict, float]] = {}
     while cases or running:
-        while cases and len(running) < jobs:
-            case = cases.pop(0)
+        for case in [case for case in cases if ready(case)][: jobs - len(running)]:
+            cases.remove(case)
             running[fork(case)] = (case, time.monotonic() + LIMIT)
         settle(running)
 

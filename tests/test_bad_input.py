@@ -207,7 +207,7 @@ def test_a_script_copied_without_common(script, tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_tracker_that_is_not_installed(script, monkeypatch, capfd):
     module, find_spec = importlib.import_module(script), importlib.util.find_spec
-    hide = lambda name, *a: None if name == "trackio" else find_spec(name, *a)  # noqa: E731
+    hide = lambda name, *a: None if name == "trackio" else find_spec(name, *a)
     monkeypatch.setattr(importlib.util, "find_spec", hide)
     sentence = refused(lambda: module.parse_args(["--report_to", "trackio"]), capfd, script)
     assert "--report_to trackio" in sentence and "pip install trackio" in sentence

@@ -736,55 +736,20 @@ def test_training_and_evaluation_prompts_come_from_the_same_function(monkeypatch
 
 
 # ----------------------------------------------------------------- what fits into the model
-SHORT = {"max_position_embeddings": 4096}
-WINDOW = (64, "sliding window")
-
-
 @pytest.mark.parametrize(
-    ("kind", "given", "expected"),
+    ("room", "says"),
     [
-        ("Llama", {}, (4096, "context")),
-        ("Qwen2", {"sliding_window": 64}, (4096, "context")),  # it has to be switched on
-        ("Qwen2", {"sliding_window": 64, "use_sliding_window": False}, (4096, "context")),
-        ("Qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, WINDOW),
-        ("Qwen3", {"sliding_window": 64, "use_sliding_window": False}, (4096, "context")),
-        ("Mistral", {"sliding_window": 64}, WINDOW),
-        ("Mistral", {"sliding_window": None}, (4096, "context")),
-        ("Mistral", {"sliding_window": 9999}, (4096, "context")),
-        ("Gemma3Text", {"sliding_window": 64}, WINDOW),
-        ("Gemma3Text", {"sliding_window": 64, "layer_types": ["full_attention"] * 26},
-         (4096, "context")),
-        ("Llama4Text", {"attention_chunk_size": 64}, (64, "attention chunk")),
-        ("Llama4Text", {"attention_chunk_size": 64, "layer_types": ["full_attention"] * 48},
-         (4096, "context")),
-    ],
-)  # fmt: skip
-def test_longest_sequence(kind, given, expected):
-    config = getattr(transformers, kind + "Config")(**SHORT, **given)
-    assert data.longest_sequence(config) == expected
-
-
-def test_a_config_that_states_no_length():
-    class Bare:
-        layer_types = None
-
-    assert data.longest_sequence(Bare())[0] > 10**9
-
-
-@pytest.mark.parametrize(
-    ("window", "room", "says"),
-    [
-        (None, 512, "exceed the model's context of 512: set it to "),
-        (256, 256, "exceed the model's sliding window of 256: set it to "),
-        (8, 8, "exceed the model's sliding window of 8: leave the long prompts out"),
+        (512, "exceed the model's context of 512: set it to "),
+        (8, "exceed the model's context of 8: leave the long prompts out"),
     ],
 )
-def test_prompts_that_do_not_fit(tmp_path, window, room, says):
+def test_prompts_that_do_not_fit(tmp_path, room, says):
+    """A sliding window is no limit: the decode loop keeps all columns."""
     for file in Path(TINY).glob("*token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    small |= {"num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 512}
-    transformers.MistralConfig(**small, sliding_window=window).save_pretrained(tmp_path)
+    small |= {"num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": room}
+    transformers.MistralConfig(**small, sliding_window=4).save_pretrained(tmp_path)
     given = {"model_name_or_path": tmp_path, "max_completion_length": 500}
     with pytest.raises(DataError, match=says) as error:
         data.load_data(flags(**given))

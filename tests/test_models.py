@@ -320,7 +320,7 @@ def test_oar_p_is_that_of_whole_forwards(save_model, family):
     run = with_method(start(save_model(family)), "oar_p")
     batch = answered_batch(grpo_oar)
     grpo_oar.score(run, [batch], {})
-    probes = grpo_oar.find_probes(run, batch)
+    probes = grpo_oar.find_probes(run, batch, [0, 1, 2])
     for row in range(3):
         plain = torch.tensor(plain_oar_p(run, probes, row))
         assert plain.max() > 1e-3

@@ -76,45 +76,41 @@ def stderr(folder: Path) -> str:
     return (folder / "stderr.txt").read_text()
 
 
-EXISTS = "checkpoint-8 exists: add --resume_from_checkpoint latest, or change --output_dir"
-
-
-def stamps(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Of every script: whole, killed in the second rollout, and that resumed. The first: also
-    interrupted and resumed, interrupted twice, and with what is refused."""
+    interrupted and resumed, interrupted twice, and what is refused."""
     at = tmp_path_factory.mktemp("resume")
+    whole, again = at / "grpo_arca/whole", {"resume_from_checkpoint": "latest"}
+    first = {"resume_from_checkpoint": whole / "out/checkpoint-4"}
     kill = {"signal": signal.SIGKILL, "when": "out/checkpoint-4", "after": 0.3}
     once = {"signal": signal.SIGINT, "when": "out/metrics.jsonl", "lines": 3}  # amid a rollout's
     twice = {"signal": signal.SIGTERM, "when": "out/metrics.jsonl", "times": 2}
-    cases = [case(at / script / "whole", script) for script in SCRIPTS]
-    cases += [case(at / script / "killed", script, kill) for script in SCRIPTS]
-    cases += [case(at / "once", stop=once, save_steps=0), case(at / "twice", stop=twice)]
-    codes = run(at, cases)
-    assert codes == ["0"] * 3 + [str(-signal.SIGKILL)] * 3 + ["0", str(128 + signal.SIGTERM)]
-    said = (at / "once/stdout.txt").read_text()
-    again, whole = {"resume_from_checkpoint": "latest"}, at / "grpo_arca/whole/out"
-    before, first = stamps(whole), {"resume_from_checkpoint": whole / "checkpoint-4"}
-    refused = [
-        (EXISTS, case(at / "0", output_dir=whole)),
-        (EXISTS, case(at / "1", output_dir=whole, **first)),
-        ("cannot resume from nowhere", case(at / "2", resume_from_checkpoint="nowhere")),
-    ]
-    cases = [case(at / script / "killed", script, **again) for script in SCRIPTS]
-    cases += [case(at / "once", save_steps=0, **again), case(at / "new", **again, max_steps=0)]
-    codes = run(at, cases + [wrong for _, wrong in refused])
-    assert codes == ["0"] * 5 + ["2"] * 3, [stderr(Path(c["folder"])) for c in cases]
-    assert stamps(whole) == before
-    return at, said, refused
+
+    def after(folder: Path, name: str, script: str = "grpo_arca", **flags) -> dict:
+        """A command with another's output folder, once that one has ended."""
+        flags = {"output_dir": folder / "out"} | flags
+        return case(at / name, script, {"needs": str(folder)}, **flags)
+
+    cases = {"0": [case(at / script / "whole", script) for script in SCRIPTS]}
+    cases[str(-signal.SIGKILL)] = [case(at / script / "killed", script, kill) for script in SCRIPTS]
+    cases[str(128 + signal.SIGTERM)] = [case(at / "twice", stop=twice)]
+    cases["0"] += [case(at / "once", stop=once, save_steps=0)]
+    cases["0"] += [after(at / name / "killed", f"{name}/again", name, **again) for name in SCRIPTS]
+    cases["0"] += [after(at / "once", "once_again", save_steps=0, **again)]
+    cases["0"] += [case(at / "new", max_steps=0, **again)]
+    cases["2"] = [after(whole, "exists"), after(whole, "exists_and_named", **first)]
+    cases["2"] += [case(at / "nowhere", resume_from_checkpoint="nowhere")]
+    expected = [code for code, group in cases.items() for _ in group]
+    flat = [one for group in cases.values() for one in group]
+    codes = run(at, flat)
+    assert codes == expected, [(c["folder"], code) for c, code in zip(flat, codes, strict=True)]
+    return at
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_killed_and_resumed_is_the_same_run(runs, script):
-    whole, killed = (outcome(runs[0] / script / name) for name in ("whole", "killed"))
+    whole, killed = (outcome(runs / script / name) for name in ("whole", "killed"))
     steps = [row["step"] for row in whole["metrics"] if "reward" in row]
     assert steps == list(range(1, 9)) and len(whole["metrics"]) == 8 + 3
     assert any(row.get("grad_norm", 0) > 0 for row in whole["metrics"])
@@ -125,23 +121,27 @@ def test_killed_and_resumed_is_the_same_run(runs, script):
 
 def test_a_signal_saves_and_says_how_to_go_on(runs):
     """At the end of the rollout that it came in; a second one ends the run at once."""
-    at, said, _ = runs
+    said = (runs / "once/stdout.txt").read_text()
     assert "interrupted, saved out/checkpoint-4; go on with\ngrpo_arca.py" in said
     assert "--resume_from_checkpoint latest" in said
-    assert "Traceback" not in stderr(at / "once") + stderr(at / "twice")
-    assert not list((at / "twice/out").glob("checkpoint-*"))
-    whole, resumed = outcome(at / "grpo_arca/whole"), outcome(at / "once")
+    assert "Traceback" not in stderr(runs / "once") + stderr(runs / "twice")
+    assert not list((runs / "twice/out").glob("checkpoint-*"))
+    whole, resumed = outcome(runs / "grpo_arca/whole"), outcome(runs / "once")
     for name in ("metrics", "summary", "completions", "adapter"):
         assert whole[name] == resumed[name], name
 
 
 def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(runs):
-    at, _, refused = runs
-    for words, wrong in refused:
-        said = stderr(Path(wrong["folder"]))
-        errors = [line for line in said.splitlines() if "error:" in line]
-        assert len(errors) == 1 and words in errors[0] and "Traceback" not in said
-    assert (at / "new/out/summary.json").is_file()  # `latest` of none: from the start
+    exists = "checkpoint-8 exists: add --resume_from_checkpoint latest, or change --output_dir"
+    words = {"exists": exists, "exists_and_named": exists, "nowhere": "cannot resume from nowhere"}
+    for name, sentence in words.items():
+        errors = [line for line in stderr(runs / name).splitlines() if "error:" in line]
+        assert len(errors) == 1 and sentence in errors[0]
+        assert "Traceback" not in stderr(runs / name)
+    whole = runs / "grpo_arca/whole"
+    ended = (whole / "code.txt").stat().st_mtime_ns
+    assert all(path.stat().st_mtime_ns <= ended for path in (whole / "out").rglob("*"))
+    assert (runs / "new/out/summary.json").is_file()  # `latest` of none: from the start
 
 
 @pytest.fixture
