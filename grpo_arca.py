@@ -50,6 +50,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_bnb_weight
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -135,8 +136,7 @@ class Args:
     sharpening: float = flag(1.0, "power p on the scores before they are normalised", "[0, inf)")
     # === END CREDIT ===
     # optimiser
-    # 1e-5 is what TRL documents for GRPO with LoRA: huggingface.co/docs/trl/lora_without_regret
-    learning_rate: float = flag((4e-3, 1e-5), "AdamW's peak: 10x full fine-tuning's")
+    learning_rate: float = flag((4e-3, 1e-5), "AdamW's peak; 1e-5: TRL's lora_without_regret page")
     weight_decay: float = flag(0.0, "AdamW's weight decay", "[0, inf)")
     warmup_steps: int = flag((3, 10), "steps of linear warm-up", "[0, inf)")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
@@ -836,7 +836,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         fail(f"--report_to {args.report_to} needs: pip install {args.report_to}")
     engines = [name for name in ENGINES if os.environ.get(f"ACCELERATE_USE_{name}") == "true"]
     engines += [os.environ.get("PJRT_DEVICE"), os.environ.get("ACCELERATE_MIXED_PRECISION")]
-    if wrong := [name for name in engines if name not in (None, "no", "bf16")]:
+    if wrong := [name for name in engines if name not in (None, "", "no", "bf16")]:
         fail(f"cannot run with {wrong[0]}: launch it on one device, or with DDP (--multi_gpu)")
     return args
 
@@ -885,7 +885,7 @@ def main() -> None:
     use_every_core()
     try:
         run_to_the_end(args)
-    except (DataError, RewardError, OSError) as error:
+    except (DataError, RewardError, SafetensorError, OSError) as error:
         fail(error)
     except torch.OutOfMemoryError:
         smaller = "lower --per_device_train_batch_size (raise --gradient_accumulation_steps)"

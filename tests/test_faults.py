@@ -173,7 +173,7 @@ def test_a_killed_reward_worker_is_said_once_and_replaced(run_main, rows_of, tmp
         dataset_name=data, eval_dataset_name=data, max_completion_length=80, max_steps=2
     )
     assert killed and code == 0 and "Traceback" not in err
-    assert err.count("worker") <= 1  # a worker that dies before it was ready is just replaced
+    assert err.count("grading worker") <= 1  # one that dies before it was ready is just replaced
     assert len(rows_of()) == 2
 
 

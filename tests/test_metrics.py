@@ -161,7 +161,6 @@ class Micro:
     truncated: torch.Tensor
     sampled_logp: torch.Tensor
     rewards: torch.Tensor
-    reward_parts: dict[str, torch.Tensor]
     advantages: torch.Tensor
     logp: torch.Tensor
     base_logp: torch.Tensor | None
@@ -183,15 +182,13 @@ def micro(rows: list[int], right: list[float], shape: list[float] | None = None,
     lengths = places % 5 + 1
     mask = torch.arange(width) < lengths[:, None]
     noise = torch.stack([torch.rand(width, generator=seeded(row)) for row in rows])
-    parts = {"accuracy_reward": torch.tensor(right)}
-    parts |= {} if shape is None else {"length_reward": torch.tensor(shape)}
-    rewards = torch.stack([x.nan_to_num(0.0) for x in parts.values()]).sum(0)
+    rewards = torch.tensor(right) + (torch.tensor(shape) if shape else 0.0)
     ids = torch.cat([torch.zeros(len(rows), 2), (places[:, None] + 1) * mask], 1).long()
     fields = {
         "ids": ids, "attention": torch.cat([torch.ones(len(rows), 2).bool(), mask], 1),
         "truncated": places % 2 == 0, "logp": -noise * mask, "sampled_logp": -1.01 * noise * mask,
         "base_logp": -noise.sqrt() * mask, "entropy": 2 * noise * mask,
-        "weights": (1 + noise) * mask, "rewards": rewards, "reward_parts": parts,
+        "weights": (1 + noise) * mask, "rewards": rewards,
         "advantages": rewards - rewards.mean(),
     }  # fmt: skip
     return Micro(rows=places, **(fields | more))
@@ -242,7 +239,7 @@ def metrics_of(shares: list[list[Micro]]) -> list[dict]:
 
 
 RIGHT = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0] + [1.0] * 8  # the second group is constant
-SHAPE = [0.1 * i for i in range(8)] + [0.5] * 7 + [math.nan]  # one was not judged
+SHAPE = [0.1 * i for i in range(8)] + [0.5] * 8
 
 
 def share(rows: list[int], **more) -> Micro:
@@ -255,8 +252,7 @@ def test_rollout_metrics_of_hand_counts():
     result = metrics_of([[share(list(range(16)))]])[0]
     tokens = sum(r % 5 + 1 for r in range(16))
     expected = {
-        "accuracy": 10 / 16, "rewards/accuracy_reward/mean": 10 / 16, "reward_timeouts": 1,
-        "rewards/length_reward/mean": (2.8 + 3.5) / 15, "reward": (10 + 2.8 + 3.5) / 16,
+        "reward_timeouts": 1, "reward": (10 + 2.8 + 4) / 16,
         "completion_length": tokens / 16, "truncated_share": 0.5, "zero_std_share": 0.5,
         "rollout_tokens": tokens, "tokens_per_second": tokens / 2,
     }  # fmt: skip
@@ -281,11 +277,8 @@ def test_rollout_metrics_are_the_same_on_one_process_and_on_two():
 def test_a_figure_that_nothing_has_is_left_out():
     lonely = micro([0, 5], [0.0, 1.0], base_logp=None)  # one token each: nothing to concentrate on
     more = micro([1, 2, 3, 4, 6, 7], [0.0] * 6, base_logp=None)
-    for batch in (lonely, more):
-        batch.reward_parts = {"length_reward": torch.full_like(batch.rewards, math.nan)}
     result = metrics_of([[lonely, more]])[0]
-    absent = {"accuracy", "kl", "rewards/length_reward/mean", "rewards/accuracy_reward/mean"}
-    assert not absent & set(result) and "weight_gini" in result
+    assert "kl" not in result and "weight_gini" in result
     assert all(math.isfinite(value) for value in result.values())
 
 
@@ -300,10 +293,16 @@ def test_timed_adds_up():
 # ----------------------------------------------------------------------------- credit group
 
 
-def group_of(*micros: Micro, size: int = GROUP_SIZE, problem: Problem = Problem("p", "7")) -> dict:
+def group_of(
+    *micros: Micro,
+    size: int = GROUP_SIZE,
+    problem: Problem = Problem("p", "7"),
+    rewards: tuple = ("accuracy_reward",),
+) -> dict:
     tokenizer = SimpleNamespace(decode=lambda ids: f"<{ids[0]}>")
     args = SimpleNamespace(num_generations=size)
-    run = SimpleNamespace(args=args, tokenizer=tokenizer, step=3)
+    functions = dict.fromkeys(rewards, (None, 1.0))
+    run = SimpleNamespace(args=args, tokenizer=tokenizer, step=3, reward_funcs=functions)
     problems = {row: problem for batch in micros for row in batch.rows.tolist()}
     groups = credit_group(run, list(micros), problems)
     assert len(groups) < 2
@@ -338,14 +337,12 @@ def test_credit_group_counts_the_whole_group_and_shows_four(tmp_path):
 def test_credit_group_of_shaped_rewards_sorts_by_advantage(tmp_path):
     batch = micro(list(range(8)), [0.0] * 8, SHAPE[:8])
     batch.advantages[0] = 0.0  # a member at the mean must not hide its group
-    group = group_of(batch)
+    group = group_of(batch, rewards=("accuracy_reward", "length_reward"))
     assert group["correct"] is None
     summary, heads = summary_of(tmp_path, group)
     assert summary == "Step 3 · 8 completions, 4 shown"
     assert heads == ["Above the group’s mean 2", "Below 2"]
-    other = micro(list(range(8)), RIGHT[:8])
-    other.reward_parts = {"my_reward": other.rewards}
-    assert group_of(other)["correct"] is None
+    assert group_of(micro(list(range(8)), RIGHT[:8]), rewards=("mine",))["correct"] is None
     assert group_of(micro(list(range(8)), [1.0] * 8)) == {}
 
 
@@ -781,7 +778,7 @@ def test_report_of_a_run_sums_up_its_log(tmp_path):
         log.write({"step": step} | seconds | rollout)
     log.write({"step": 4, "eval": EVAL | {"pass@4": 0.75}})
     config = {"credit": "arca", "model_name_or_path": "org/base", "output_dir": str(tmp_path)}
-    text = report_run("t", config, log, [GROUP])
+    text = report_run(config | {"run_name": "t"}, log, [GROUP])
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.pop("seconds") > 0.1
     assert summary == {

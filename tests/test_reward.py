@@ -646,7 +646,7 @@ def test_reward_functions_from_dotted_paths(tmp_path, monkeypatch):
     assert [weight for _, weight in weighted.values()] == [0.5, -1.0, 2.0]
     assert load_reward_funcs([]) == {}
     for weights in ([], [1.0, 2.0]):
-        with pytest.raises(RewardError, match="--reward_weights needs one number for each"):
+        with pytest.raises(RewardError, match="--reward_weights needs one finite number"):
             load_reward_funcs(paths, weights)
 
 
