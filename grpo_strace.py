@@ -717,7 +717,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     if args.load_in_4bit and any(p.dim() == 3 and min(p.shape) > 1 for p in model.parameters()):
-        fail(f"{name} has more than linear layers (experts?) to quantise: set --load_in_4bit False")
+        fail(f"{name} has weights (experts?) that 4 bits leave out: set --load_in_4bit False")
     return model
 
 

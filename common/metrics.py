@@ -29,6 +29,7 @@ PAGE_TEMPLATE = Path(__file__).with_name("credit_page.html")
 FULL_TINT = 3.0  # a token of this weight (in units of the completion's mean) has the full tint
 TINT_LEVELS = 12  # .k0 ... .k12 in credit_page.html
 ACCURACY = "accuracy_reward"  # the reward function that judges the final answer
+TRAINED = f"rewards/{ACCURACY}/mean"
 UNIFORM = "All weights are 1: the adapter has not moved yet, or the method is uniform."
 BLUE, ORANGE, GREEN, SKY, GREY, PURPLE = (  # Okabe-Ito: distinct for colour-blind readers
     "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#8A8F98", "#CC79A7"
@@ -356,7 +357,7 @@ STYLE = {  # of matplotlib
 }  # fmt: skip
 PANELS = {  # title: key, label and colour of each line; "(right)": on an axis of its own
     "Accuracy, held out and in training": [
-        ("accuracy", "training", GREY), ("eval/sampled_accuracy", "sampled", BLUE),
+        (TRAINED, "training", GREY), ("eval/sampled_accuracy", "sampled", BLUE),
         ("eval/greedy_accuracy", "greedy", ORANGE),
     ],
     "Entropy and KL (nats per token)": [
@@ -409,7 +410,7 @@ def write_curves(path: str, rows: list[dict], title: str) -> None:
     rows = list(map(_flat, rows))
     passes = [(key, key[5:], GREEN) for row in rows for key in row if key.startswith("eval/pass@")]
     more = passes[-1:]  # the largest k
-    if _series(rows, "reward") != _series(rows, "accuracy"):  # and there is no room for both
+    if _series(rows, "reward") != _series(rows, TRAINED):  # and there is no room for both
         more = [("reward", "reward (right)", PURPLE)]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 8.5), dpi=100, layout="constrained", facecolor="white")

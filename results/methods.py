@@ -26,7 +26,7 @@ COLUMNS, FULL = 92, 3.0  # characters a line; the weight that has the full tint
 def draw(axis, title: str, tokens: list[dict]) -> None:
     """One completion as lines of monospaced text, each token on its tint."""
     axis.set_xlim(0, COLUMNS)
-    axis.set_ylim(-2.4, 1.2)
+    axis.set_ylim(-1.3, 1.2)
     axis.axis("off")
     axis.text(0, 0.75, title, fontsize=12, fontweight="bold")
     x, y = 0, 0.0
@@ -46,7 +46,7 @@ def draw(axis, title: str, tokens: list[dict]) -> None:
 
 def main() -> None:
     groups = {group["heading"]: group for group in measure(sys.argv[1])}
-    figure, axes = plt.subplots(len(TITLES), 1, figsize=(11, 5.4))
+    figure, axes = plt.subplots(len(TITLES), 1, figsize=(11, 4.4))
     for axis, (credit, title) in zip(axes, TITLES.items(), strict=True):
         wrong = [c for c in groups[credit]["completions"] if c["reward"] == 0]
         tokens = [t for t in wrong[0]["tokens"] if not t["text"].startswith("<|")]

@@ -1,0 +1,28 @@
+"""The README's lines do what it says."""
+
+import re
+import sys
+
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readmes_reward_trains(run_main, rows_of, tmp_path, monkeypatch):
+    """Its function, in a file of its own, on the embedded task; evaluation stays correctness."""
+    (code,) = [x for x in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "def " in x]
+    name = re.search(r"def (\w+)", code)[1]
+    assert f"--reward_funcs accuracy_reward my.{name} --reward_weights 1 0.5" in README
+    (tmp_path / "my.py").write_text(code)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    flags = {"max_completion_length": 80, "max_steps": 2, "per_device_train_batch_size": 32}
+    ended, _, err = run_main(reward_funcs=f"my.{name}", **flags)
+    assert ended == 0, err
+    rows = rows_of()
+    assert len(rows) == 2 and all(0 < row["reward"] < 1 for row in rows)
+    assert rows[0][f"rewards/my.{name}/mean".replace("my.", "")] == rows[0]["reward"]
+    assert any(row["grad_norm"] > 0 for row in rows)
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 170
