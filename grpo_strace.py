@@ -103,7 +103,7 @@ class Args:
     lora_target_modules: list[str] = flag(["all-linear"], "linear layers that get an adapter")
     # data and reward
     dataset_name: str = flag("chain_arithmetic", "embedded task, Hub id, or .jsonl/.json/.parquet")
-    dataset_config: str | None = flag(None, "configuration of a Hub data set")
+    dataset_config: str | None = flag(None, "of a Hub data set; embedded: operations, 2 to 8")
     dataset_train_split: str = flag("train", "split to train on")
     dataset_test_split: str = flag("test", "split to evaluate on")
     eval_dataset_name: str | None = flag(None, "evaluate on this set instead of the test split")
@@ -852,7 +852,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
             "num_train_epochs, and leave out logging_steps (each is logged), bf16 (a GPU computes "
             "in it), use_peft (only LoRA is trained) and use_vllm (rollouts are our own)"
         )
-    embedded = Path(args.model_name_or_path).resolve() == Path(TINY_POLICY)
+    embedded = Path(args.model_name_or_path).resolve().parent == Path(TINY_POLICY).parent
     for name, place in ((f.name, f.metadata.get("metavar", "(-inf, inf)")) for f in fields(args)):
         if isinstance(value := getattr(args, name), tuple):
             value = value[0 if embedded else 1]

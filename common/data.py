@@ -56,11 +56,11 @@ class Chain(NamedTuple):
         return int.from_bytes(digest, "big") % 10 == 0
 
 
-def random_chain(rng: random.Random, held_out: bool) -> Chain:
-    """A chain of 3 or 4 operations whose every value stays between 1 and 99."""
+def random_chain(rng: random.Random, held_out: bool, length: int | None = None) -> Chain:
+    """A chain of `length` (3 or 4) operations whose every value stays between 1 and 99."""
     while True:
         start, operations = rng.randint(5, 60), []
-        for _ in range(rng.randint(3, 4)):
+        for _ in range(length or rng.randint(3, 4)):
             name = rng.choice(["add", "add", "subtract", "subtract", "multiply"])
             operand = rng.choice([2, 2, 3]) if name == "multiply" else rng.randint(2, 19)
             operations.append(Operation(name, operand))
@@ -69,11 +69,13 @@ def random_chain(rng: random.Random, held_out: bool) -> Chain:
             return chain
 
 
-def chain_problems(count: int, held_out: bool, seed: int = 0) -> list[Problem]:
+def chain_problems(
+    count: int, held_out: bool, seed: int = 0, length: int | None = None
+) -> list[Problem]:
     """`count` different problems; held-out ones never occur among the others, whatever the seed."""
     rng, chains = random.Random(f"{seed} {held_out}"), {}
-    while len(chains) < count:
-        chains[random_chain(rng, held_out)] = None  # a dict keeps the order and drops repeats
+    while len(chains) < count:  # a dict keeps the order and drops repeats
+        chains[random_chain(rng, held_out, length)] = None
     problems = [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
     return [problem._replace(columns={"answer": problem.answer}) for problem in problems]
 
@@ -242,15 +244,18 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
     `eval_dataset_name` if given, else from the test split, else (a local file) from a fifth of its
     rows at most, the same ones for every seed."""
     name, config, count = args.dataset_name, args.dataset_config, args.max_eval_samples
+    if name == EMBEDDED and config not in (None, *"2345678"):
+        raise DataError(f"--dataset_config {config}: {name} has 2 to 8 operations, give a number")
+    length = int(config) if name == EMBEDDED and config else None
 
     def read(source: str, config: str | None, split: str) -> list[Problem]:
         if source == EMBEDDED:
-            return chain_problems(count, held_out=True)
+            return chain_problems(count, held_out=True, length=length)
         rows = read_split(source, config, ONLY_SPLITS.get(source, split))
         return parse_rows(rows, source, args.prompt_column, args.answer_column)
 
     if name == EMBEDDED:
-        train = chain_problems(4096, held_out=False, seed=args.seed)
+        train = chain_problems(4096, held_out=False, seed=args.seed, length=length)
     else:
         train = read(name, config, args.dataset_train_split)
     if args.eval_dataset_name:

@@ -1,25 +1,32 @@
 """Makes the tiny policy beside this file: a Qwen3-shaped model that can do chain arithmetic, badly.
 
     python -m common.tiny_policy.make          # seeded; about 25 minutes on 2 CPU cores
+    python -m common.tiny_policy.make --long   # common/long_policy from it: 2 to 8 operations
 
 It is trained first on right demonstrations and then on ones that drop a carry or a borrow more
 often than not, so that sampling solves about three in ten held-out problems: the skill is there,
-and reinforcement has something to sharpen. It never sees a held-out problem.
+and reinforcement has something to sharpen. The long policy slips less in a step, as it has more of
+them: a third of its chains of 8 are right. Neither ever sees a held-out problem.
 """
 
 import math
 import random
+import sys
 import time
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from common.data import Chain, Operation, random_chain
 
-STEPS, CLEAN_STEPS, BATCH, LEARNING_RATE = 1400, 800, 128, 3e-3
-DROPPED_CARRY, OTHER_SLIP = 0.55, 0.06  # chance per step, where a step has a carry or borrow; else
+LONG = "--long" in sys.argv[1:]
+STEPS, CLEAN_STEPS, BATCH, LEARNING_RATE = (
+    (600, 350, 64, 1.5e-3) if LONG else (1400, 800, 128, 3e-3)
+)
+# Chance per step, where a step has a carry or borrow; else
+DROPPED_CARRY, OTHER_SLIP = (0.22, 0.02) if LONG else (0.55, 0.06)
 VOCABULARY = 448  # the tokenizer's tokens, rounded up to whole NF4 blocks of 64
 
 BEGIN = ["We begin at {v}.", "Let us start with {v}.", "First we have {v}."]
@@ -141,7 +148,7 @@ def batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, slips: bool):
     """Token ids and labels, right-padded: under a causal mask padding needs no mask of its own."""
     ids, labels = [], []
     for _ in range(BATCH):
-        chain = random_chain(rng, held_out=False)
+        chain = random_chain(rng, held_out=False, length=rng.randint(2, 8) if LONG else None)
         messages = [{"role": "user", "content": chain.prompt()}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompt_ids = tokenizer(prompt).input_ids
@@ -159,8 +166,14 @@ def batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, slips: bool):
 
 def main() -> None:
     torch.manual_seed(0)
-    rng, tokenizer, start = random.Random(7), build_tokenizer(), time.time()
-    model = build_model(tokenizer).train()
+    rng, start, folder = random.Random(7), time.time(), Path(__file__).parent
+    if LONG:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        folder = folder.with_name("long_policy")
+    else:
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer).train()
     print(f"{len(tokenizer)} tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
@@ -177,8 +190,8 @@ def main() -> None:
         if step % 50 == 0:
             left = (time.time() - start) / step * (STEPS - step) / 60
             print(f"step {step}/{STEPS}  loss {loss.item():.4f}  {left:.1f} min left", flush=True)
-    model.to(torch.bfloat16).save_pretrained(Path(__file__).parent)
-    tokenizer.save_pretrained(Path(__file__).parent)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":
