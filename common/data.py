@@ -8,7 +8,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,24 +115,6 @@ def correctness(grader, texts: Sequence[str], problems: Sequence[Problem]) -> li
         verdict * (not problem.steps or first_error(text, problem) is None)
         for verdict, text, problem in zip(verdicts, texts, problems, strict=True)
     ]
-
-
-def rewards_of(
-    grader, functions: dict[str, Callable | None], texts: list[str],
-    completion_ids: list[list[int]], problems: Sequence[Problem],
-) -> dict[str, list[float]]:  # fmt: skip
-    """Values of each reward function by name; None is `correctness`. A function is given the
-    columns that every problem has."""
-    rows = [problem.columns for problem in problems]
-    shared = [key for key in (rows[0] if rows else ()) if all(key in row for row in rows)]
-    columns = {key: [row[key] for row in rows] for key in shared}
-    given = ([problem.prompt for problem in problems], texts, completion_ids, columns)
-    return {
-        name: correctness(grader, texts, problems)
-        if function is None
-        else call_reward_func(name, function, *given)
-        for name, function in functions.items()
-    }
 
 
 def token_roles(pieces: Sequence[str], problem: Problem) -> list[str]:
@@ -330,8 +312,6 @@ def load_data(args):
         raise DataError(needs) from error
     sets = load_problems(args)
     prompts = [[encode_prompt(tokenizer, p.prompt, *style) for p in problems] for problems in sets]
-    if not all(prompts[0] + prompts[1]):
-        raise DataError(f"the tokenizer of {name} turns a prompt into no tokens: use another model")
     longest = max(map(len, prompts[0] + prompts[1]))
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
     if longest + args.max_completion_length > context:
@@ -344,9 +324,7 @@ def load_data(args):
     return tokenizer, (sets[0], prompts[0]), (sets[1], prompts[1])
 
 
-# --------------------------------------------------------------------------------------------------
-# Rewards of a batch
-# --------------------------------------------------------------------------------------------------
+# Rewards of a batch -------------------------------------------------------------------------------
 def completions_of(run, batch) -> tuple[list[list[int]], list[str]]:
     """Token ids and text of each completion of a batch (grpo_*.py's Batch)."""
     pairs = zip(batch.ids[:, batch.prompt_width :], batch.mask, strict=True)
@@ -360,14 +338,19 @@ def grade_batch(run, batch, problems: Sequence[Problem]) -> list[float]:
 
 
 def reward_batch(run, batch, problems: Sequence[Problem], metrics: dict) -> list[float]:
-    """The weighted sum of the reward functions for each completion. Writes each function's mean
-    over all processes under TRL's name."""
+    """The weighted sum of the reward functions for each completion. None is `correctness`; the
+    others are given the columns that every problem has. Writes each one's mean over all processes
+    under TRL's name."""
     ids, texts = completions_of(run, batch)
-    functions = {name: function for name, (function, _) in run.reward_funcs.items()}
-    parts = rewards_of(run.grader, functions, texts, ids, problems)
-    for name, part in parts.items():
-        mean = batch.sampled_logp.new_tensor(sum(part) / len(part))
+    shared = set.intersection(*(set(problem.columns) for problem in problems))
+    columns = {key: [problem.columns[key] for problem in problems] for key in shared}
+    prompts, sums = [problem.prompt for problem in problems], [0.0] * len(texts)
+    for name, (function, weight) in run.reward_funcs.items():
+        if function is None:
+            values = correctness(run.grader, texts, problems)
+        else:
+            values = call_reward_func(name, function, prompts, texts, ids, columns)
+        mean = batch.sampled_logp.new_tensor(sum(values) / len(values))
         metrics[f"rewards/{name}/mean"] = run.accelerator.reduce(mean, "mean").item()
-    weights = [weight for _, weight in run.reward_funcs.values()]
-    rows = zip(*parts.values(), strict=True)
-    return [sum(w * x for w, x in zip(weights, row, strict=True)) for row in rows]
+        sums = [total + weight * value for total, value in zip(sums, values, strict=True)]
+    return sums

@@ -4,13 +4,11 @@ is heavy here: matplotlib and huggingface_hub are imported where they write."""
 
 import contextlib
 import errno
-import html
 import importlib.metadata
 import json
 import math
 import os
 import resource
-import string
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any, Callable
 
+import jinja2
 import psutil
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from tqdm import tqdm
 from common.data import Problem, token_roles
 
 PAGE_TEMPLATE = Path(__file__).with_name("credit_page.html")
+CARD_TEMPLATE = Path(__file__).with_name("adapter_card.md")
 FULL_TINT = 3.0  # a token of this weight (in units of the completion's mean) has the full tint
 TINT_LEVELS = 12  # .k0 ... .k12 in credit_page.html
 ACCURACY = "accuracy_reward"  # the reward function that judges the final answer
@@ -40,8 +40,6 @@ BLUE, ORANGE, GREEN, SKY, GREY, PURPLE = (  # Okabe-Ito: distinct for colour-bli
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased chance that k of n samples, c of them correct, hold a correct one: 1 - C(n-c, k) /
     C(n, k) in product form, which cannot overflow (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
-    if not (1 <= k <= n and 0 <= c <= n):
-        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}, k={k}")
     if n - c < k:  # fewer than k wrong samples: every draw of k holds a correct one
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
@@ -193,10 +191,8 @@ def _git(*command: str) -> str | None:
 
 def environment() -> dict[str, Any]:
     """What a run's figures depend on besides its flags: code, versions, machine, command line."""
-    commit, versions = _git("rev-parse", "HEAD"), {"python": sys.version.split()[0]}
-    for package in ("torch", "transformers", "peft", "accelerate", "bitsandbytes"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+    packages = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+    versions = {name: importlib.metadata.version(name) for name in packages}
     cpuinfo = Path("/proc/cpuinfo").read_text()
     hardware = {
         "cpu": cpuinfo.partition("model name\t: ")[2].split("\n")[0] or os.uname().machine,
@@ -205,7 +201,8 @@ def environment() -> dict[str, Any]:
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
     status = _git("status", "--porcelain", "--", "*.py")
-    code = {"commit": commit, "dirty": None if status is None else status != ""}
+    code = {"commit": _git("rev-parse", "HEAD"), "dirty": None if status is None else status != ""}
+    versions["python"] = sys.version.split()[0]
     return code | {"versions": versions, "hardware": hardware, "command": sys.argv}
 
 
@@ -234,8 +231,8 @@ class RunLog:
     output_dir None, as of all processes but the main one: nothing is written.
 
     rows: all rows as written, loaded ones too; evals: those of them with an "eval" dict.
-    resume_step > 0 keeps the rows up to the checkpoint of that step: later ones come again.
-    Raises ValueError when a line other than the last, which a crash may have torn, is no row.
+    resume_step > 0 keeps the rows up to the checkpoint of that step: later ones come again. So does
+    a line that a crash has torn, which is the last and has no end.
     """
 
     def __init__(
@@ -260,16 +257,9 @@ class RunLog:
         os.replace(fresh, self.path)
 
     def _load(self, resume_step: int) -> list[dict]:
-        rows, lines = [], self.path.read_bytes().splitlines() if self.path.exists() else []
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                if row["step"] <= resume_step - ("eval" in row):  # an evaluation follows a save
-                    rows.append(row)
-            except (ValueError, TypeError, KeyError) as error:  # not UTF-8 is a ValueError, too
-                if number < len(lines):
-                    raise ValueError(f"{self.path}:{number} is not a row: {error!r}") from error
-        return rows
+        whole = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
+        rows = map(json.loads, whole)
+        return [row for row in rows if row["step"] <= resume_step - ("eval" in row)]  # saved before
 
     def write(self, row: dict) -> None:
         """Append one row; it is on its way to the disk when this returns."""
@@ -443,19 +433,16 @@ def _finish_panel(ax: Any, name: str, rows: list[dict]) -> None:
 
 
 # ---------------------------------------------------------------------------- credit page
-def _visible(char: str, newline: str) -> str:
-    """A character of hostile text as the reader sees it: control, bidi and zero-width marks and
-    lone surrogates become <U+....>, ASCII's control characters their pictures (U+2400)."""
-    if char == "\n":
-        return newline
-    if char.isprintable() or unicodedata.category(char) == "Zs":
-        return char
-    return chr(0x2400 + ord(char)) if char < " " else f"<U+{ord(char):04X}>"
-
-
-def _escape(text: Any, newline: str = "\n") -> str:
-    """Text -> HTML for an element or a quoted attribute. All text on the page goes through it."""
-    return html.escape("".join(_visible(char, newline) for char in str(text)), quote=True)
+def _visible(value: Any) -> str:
+    """Hostile text as the reader sees it: control, bidi and zero-width marks and lone surrogates
+    become <U+....>, ASCII's control characters their pictures (U+2400)."""
+    shown = ""
+    for char in str(value):
+        if char == "\n" or char.isprintable() or unicodedata.category(char) == "Zs":
+            shown += char
+        else:
+            shown += chr(0x2400 + ord(char)) if char < " " else f"<U+{ord(char):04X}>"
+    return shown
 
 
 def _number(value: Any, form: str) -> str:
@@ -464,52 +451,10 @@ def _number(value: Any, form: str) -> str:
     return "n/a" if math.isnan(value) else format(value, form)
 
 
-def _token(token: dict, advantage: float) -> str:
-    """One <i>, about 110 bytes: a big page has 64,000 of them, so labels live in the CSS."""
-    weight = _real(token.get("weight"))
-    share = 0.0 if math.isnan(weight) else min(max(weight / FULL_TINT, 0.0), 1.0)
-    text = _escape(token["text"], "↵\n")  # a newline's mark is what gets the tint
-    role = {"decisive": " d", "first_wrong": " f"}.get(str(token.get("role")), "")
-    return (
-        f'<i class="k{round(TINT_LEVELS * share)}{role}" tabindex="0"'
-        f' data-t="{_escape(token["text"][:60], "↵")}" data-w="{_number(weight, ".2f")}"'
-        f' data-a="{_number(weight * advantage, "+.2f")}"'
-        f' data-h="{_number(token.get("entropy"), ".2f")}"'
-        f' data-l="{_number(token.get("logp"), ".2f")}">{text}</i>'
-    )
-
-
-def _completion(completion: dict) -> str:
-    advantage = _real(completion["advantage"])
-    sign = "pos" if advantage > 0 else "neg" if advantage < 0 else "zero"
-    cut = ' · <b class="cut">truncated</b>' if completion.get("truncated") else ""
-    tokens = completion["tokens"]
-    return (
-        f'<article class="{sign}"><p class="meta">reward <b>{_number(completion["reward"], ".3g")}'
-        f"</b> · advantage <b>{_number(advantage, '+.2f')}</b> · {len(tokens)} tokens{cut}</p>"
-        f'<div class="text">{"".join(_token(token, advantage) for token in tokens)}</div>'
-        "</article>\n"
-    )
-
-
-def _group(group: dict) -> str:
-    shown, right, note = group["completions"], group.get("correct"), group.get("note")
-    size, heading = group.get("size", len(shown)), group.get("heading", f"Step {group['step']}")
-    names = ("Above the group’s mean", "Below") if right is None else ("Correct", "Wrong")
-    count = f"{size} completions" if right is None else f"{right} of {size} correct"
-    count += f", {len(shown)} shown" if len(shown) < size else ""
-    columns, above = "", [c for c in shown if _real(c["advantage"]) > 0]
-    below = [c for c in shown if not _real(c["advantage"]) > 0]
-    for name, side in zip(names, (above, below), strict=True):
-        body = "".join(map(_completion, side)) or '<p class="none">none in this group</p>'
-        columns += f'<section class="column"><h3>{name} <b>{len(side)}</b></h3>\n{body}</section>\n'
-    note = f'<p class="note">{_escape(note)}</p>\n' if note else ""
-    return (
-        f"<details open><summary>{_escape(heading)} · {count}</summary>\n{note}"
-        f'<div class="prompt"><h3>Prompt</h3><div class="text">{_escape(group["prompt"])}</div>'
-        f'<h3>Reference answer</h3><div class="text">{_escape(group["answer"])}</div></div>\n'
-        f'<div class="columns">\n{columns}</div></details>\n'
-    )
+def _tint(weight: Any) -> int:
+    """The level of a token's tint, 0 ... TINT_LEVELS."""
+    share = max(0.0, _real(weight) / FULL_TINT)  # of 0 and NaN it takes the first
+    return round(TINT_LEVELS * min(share, 1.0))
 
 
 def write_credit_page(path: str, title: str, samples: list[dict]) -> None:
@@ -518,16 +463,16 @@ def write_credit_page(path: str, title: str, samples: list[dict]) -> None:
     samples: [{"prompt", "answer", "step", "completions": [{"reward", "advantage", "truncated",
     "tokens": [{"text", "weight" (1 = the completion's mean), "entropy" (nats), "logp", optional
     "role": "decisive" | "first_wrong"}]}], optional "size" of the group, "correct" (how many of it;
-    None: no count), "note", "heading" (else the step)}]. Text may be hostile: see _escape. Numbers
-    may be NaN or None.
+    None: no count), "note", "heading" (else the step)}]. Text may be hostile: the template escapes
+    all of it. Numbers may be NaN or None.
     """
-    page = string.Template(PAGE_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=_escape(title),
-        tints="".join(f".k{k}{{--k:{k / TINT_LEVELS:.3f}}}" for k in range(TINT_LEVELS + 1)),
-        full=f"{FULL_TINT:g}",
-        groups="".join(map(_group, samples)) or '<p class="none">No samples.</p>',
-    )  # one pass: a "$title" inside the text stays as it is
-    Path(path).write_text(page, encoding="utf-8", errors="replace", newline="\n")
+    layout = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    jinja = jinja2.Environment(autoescape=True, finalize=_visible, **layout)
+    jinja.filters |= {"real": _real, "number": _number, "tint": _tint}
+    jinja.tests["above"] = lambda completion: _real(completion["advantage"]) > 0
+    template = jinja.from_string(PAGE_TEMPLATE.read_text(encoding="utf-8"))
+    page = template.render(title=title, groups=samples, full=FULL_TINT, levels=TINT_LEVELS)
+    Path(path).write_text(page, encoding="utf-8", newline="\n")
 
 
 def _facts(run: Any, batch: Any, row: int, problem: Problem) -> dict:
@@ -569,15 +514,12 @@ def credit_group(run: Any, micros: list, problems: dict[int, Problem]) -> list[d
 
 # ----------------------------------------------------------------------------- the report
 def before_after_table(before: dict, after: dict) -> str:
-    """The eval dicts of the first and the last evaluation as an aligned text table; accuracies and
-    pass@k in percent, their change in points."""
+    """The shares of the first and the last evaluation as an aligned text table: in percent, their
+    change in points."""
     table = [("held-out", "before", "after", "change")]
-    for key in {**before, **after}:
-        old, new = (_real(_plain(side.get(key))) for side in (before, after))
-        share = "accuracy" in key or key.startswith("pass@") or key.endswith("_share")
-        scale, form, unit = (100, ".1f", "%") if share else (1, ".4g", "")
-        cells = [f"{scale * old:{form}}{unit}", f"{scale * new:{form}}{unit}"]
-        cells += [f"{scale * (new - old):+{form}}"]
+    for key in before | after:
+        old, new = (100 * _real(side.get(key)) for side in (before, after))
+        cells = (f"{old:.1f}%", f"{new:.1f}%", f"{new - old:+.1f}")
         table.append((key.replace("_", " "), *("–" if "nan" in cell else cell for cell in cells)))
     w = [max(map(len, column)) for column in zip(*table)]
     lines = [f"{name:{w[0]}}  {a:>{w[1]}}  {b:>{w[2]}}  {c:>{w[3]}}" for name, a, b, c in table]
@@ -586,31 +528,15 @@ def before_after_table(before: dict, after: dict) -> str:
 
 def write_model_card(path: str, config: dict, before: dict, after: dict) -> None:
     """README.md (path names the file) of a PEFT adapter; write it after save_pretrained."""
-    from huggingface_hub import ModelCardData
+    from huggingface_hub import ModelCard, ModelCardData
 
     base, credit = config["model_name_or_path"], config["credit"]
     data = ModelCardData(base_model=base, library_name="peft", tags=["grpo", "lora", credit])
     # JSON holds no line break, which could end the block.
     flags = [f"--{key} {json.dumps(_plain(value), default=str)}" for key, value in config.items()]
-    card = f"""---
-{data.to_yaml()}
----
-
-# LoRA adapter for {" ".join(base.split())}: GRPO with `{credit}` token credit
-
-```python
-model = peft.AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
-```
-
-```
-{before_after_table(before, after)}
-```
-
-```
-{chr(10).join(flags)}
-```
-"""
-    Path(path).write_text(card, encoding="utf-8", errors="replace", newline="\n")
+    facts = {"credit": credit, "table": before_after_table(before, after), "flags": flags}
+    card = ModelCard.from_template(data, str(CARD_TEMPLATE), **facts)
+    Path(path).write_text(f"{card}\n", encoding="utf-8", errors="replace", newline="\n")
 
 
 def _attempt(path: Path, write: Callable[[str], None]) -> bool:
@@ -637,20 +563,13 @@ def _write_completions(path: str, groups: list[dict]) -> None:
 
 
 def report_run(config: dict, log: RunLog, groups: list[dict]) -> str:
-    """`write_report` of a run that has ended; its seconds are the whole process's."""
-    seconds = round(time.time() - psutil.Process().create_time(), 1)
-    summary = {"before": log.evals[0]["eval"], "after": log.evals[-1]["eval"], "seconds": seconds}
-    folder, title = config["output_dir"], config["run_name"]
-    return write_report(folder, title, config, log.rows, groups, summary)
-
-
-def write_report(
-    output_dir: str, title: str, config: dict, rows: list[dict], groups: list[dict], summary: dict
-) -> str:
-    """summary.json, completions.jsonl, curves.png, credit.html and the adapter's card, as files of
-    output_dir; returns what to print. summary: {"before", "after", "seconds"}. A file that cannot
-    be written is said on standard error and left out; OSError on a full disk."""
-    folder, before, after = Path(output_dir), summary["before"], summary["after"]
+    """summary.json, completions.jsonl, curves.png, credit.html and the adapter's card of a run that
+    has ended; returns what to print. A file that cannot be written is said on standard error and
+    left out; OSError on a full disk."""
+    folder, title, rows = Path(config["output_dir"]), config["run_name"], log.rows
+    before, after = log.evals[0]["eval"], log.evals[-1]["eval"]
+    seconds = round(time.time() - psutil.Process().create_time(), 1)  # of the whole process
+    summary = {"before": before, "after": after, "seconds": seconds}
     updates = [row for row in rows if "reward" in row]
     phases = [value for row in updates for key, value in row.items() if key.startswith("seconds_")]
     summary["steps"] = updates[-1]["step"] if updates else 0

@@ -5,12 +5,15 @@ import random
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
+import torch
 import transformers
 from conftest import ROOT, TINY
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import grpo_arca as trainer
@@ -507,6 +510,19 @@ def test_correctness(grader):
     assert data.correctness(grader, [], []) == []
 
 
+def rewards(grader, functions: dict, texts: list[str], ids: list[list[int]], problems) -> tuple:
+    """What `reward_batch` returns and writes, of functions of weight 1, 2, ..."""
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in ids], True)
+    padded = pad_sequence([torch.tensor(row) for row in ids], True)
+    batch = SimpleNamespace(ids=padded, mask=mask, prompt_width=0, sampled_logp=torch.zeros(1))
+    weighted = {name: (f, weight) for weight, (name, f) in enumerate(functions.items(), 1)}
+    run = SimpleNamespace(grader=grader, reward_funcs=weighted)
+    run.tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: texts)
+    run.accelerator = SimpleNamespace(reduce=lambda value, how: value)
+    metrics = {}
+    return data.reward_batch(run, batch, problems, metrics), metrics
+
+
 def test_rewards_by_name(grader):
     seen = []
 
@@ -523,15 +539,14 @@ def test_rewards_by_name(grader):
     ]
     texts, ids = ["\\boxed{4}", "\\boxed{5}"], [[1, 2, 3], [4]]
     functions = {"length": length, "accuracy_reward": None, "level": level}
-    got = data.rewards_of(grader, functions, texts, ids, problems)
-    assert got == {"length": [3.0, 1.0], "accuracy_reward": [1.0, 0.0], "level": [1.0, 2.0]}
-    assert list(got) == list(functions)
+    got, metrics = rewards(grader, functions, texts, ids, problems)
+    assert got == [1 * 3.0 + 2 * 1.0 + 3 * 1.0, 1 * 1.0 + 2 * 0.0 + 3 * 2.0]
+    means = {"length": 2.0, "accuracy_reward": 0.5, "level": 1.5}
+    assert metrics == {f"rewards/{name}/mean": mean for name, mean in means.items()}
     columns = {"answer": ["4", "6"], "level": [1, 2]}  # not `rare`: one of them lacks it
     assert seen == [(["2 + 2?", "3 + 3?"], texts, columns)]
-    none = data.rewards_of(grader, {"length": length, "accuracy_reward": None}, [], [], [])
-    assert none == {"length": [], "accuracy_reward": []}
-    with pytest.raises(RewardError, match="length"):
-        data.rewards_of(grader, {"length": length}, texts, ids[:1], problems)
+    with pytest.raises(RewardError, match="short"):
+        rewards(grader, {"short": lambda **_: [1.0]}, texts, ids, problems)
 
 
 def test_a_chat_gets_messages(grader):
@@ -539,8 +554,8 @@ def test_a_chat_gets_messages(grader):
         return [float(completion[0]["content"]) for completion in completions]
 
     problems = [Problem(CHAT, "4", columns={"answer": "4"})] * 2
-    got = data.rewards_of(grader, {"content": content}, ["7", "8"], [[1], [1]], problems)
-    assert got == {"content": [7.0, 8.0]}
+    got, _ = rewards(grader, {"content": content}, ["7", "8"], [[1], [1]], problems)
+    assert got == [7.0, 8.0]
 
 
 # ---------------------------------------------------------------------------- Hub and real data

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
 
 from common import metrics
 
@@ -39,7 +40,7 @@ PAYLOADS = [  # shown as they are
     f'<meta http-equiv="refresh" content="0;url=javascript:{RUN}">',
     f'<a href="javascript:{RUN}" autofocus>here</a>',
     "&lt;script&gt; &#60;b&#62; &amp;quot; &quot;",
-    "$title ${groups} $$",
+    "{{ title }} {% for x in groups %} {# $title",
     "\\\"' ` = / naïve 日本語 עברית 🙂",
 ]
 MARKS = {  # text -> what is seen of it: no control, bidi or zero-width character reaches the page
@@ -139,12 +140,13 @@ def test_each_of_two_broken_escapings_is_noticed(tmp_path, monkeypatch):
     """Markup that gets through is stopped by the policy; without it, a bare quote is enough."""
     page = tmp_path / "credit.html"
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "_escape", lambda text, newline="": str(text))
+        patch.setattr(metrics, "_visible", lambda text: Markup(str(text)))
         write(page, PAYLOADS[:1], title="t")
         dom = Dom(dump(page))
         assert dom.texts("title") == ["t"] and "script" in dom.tags()
     without_policy(monkeypatch, tmp_path)
-    monkeypatch.setattr(metrics, "_escape", lambda text, newline="": html.escape(str(text), False))
+    bare = lambda text: Markup(html.escape(str(text), quote=False))
+    monkeypatch.setattr(metrics, "_visible", bare)
     write(page, PAYLOADS[7:8], title="t")
     # Whether the element gets its focus before the page is dumped is a matter of luck.
     assert any(Dom(dump(page)).texts("title") == ["PWNED"] for _ in range(8))

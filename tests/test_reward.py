@@ -418,9 +418,6 @@ def test_a_budget_too_small_for_one_verdict_and_one_large_enough():
         assert grader.timeouts == 1 and not grader._cache
         grader._budget = 30.0
         assert grader.grade([box("14/2")], ["7"]) == [1.0]
-    for wrong in ({"budget": 0.0}, {"timeout": 0.0}, {"num_workers": 0}, {"budget": float("nan")}):
-        with pytest.raises(ValueError, match="above 0"):
-            Grader(**wrong)
 
 
 def test_the_start_of_a_worker_is_not_counted(monkeypatch):
