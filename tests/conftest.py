@@ -1,5 +1,6 @@
 """What the trainer's tests share: a policy on the tiny checkpoint, and batches of random rows."""
 
+import functools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+import common.metrics
 import grpo_arca as trainer
 
 
@@ -52,12 +54,29 @@ TINY_RUN = {
 }  # fmt: skip
 
 
+@functools.cache
+def embedded_data(*flags: tuple[str, object], load=trainer.load_data):
+    """`load_data` of the embedded task: 4,096 problems and prompts, which no test writes to."""
+    return load(trainer.Args(**dict(flags)))
+
+
+def load_data_once(args: trainer.Args, load=trainer.load_data):
+    if args.dataset_name != trainer.Args.dataset_name or args.eval_dataset_name:
+        return load(args)
+    names = "model_name_or_path model_revision seed max_eval_samples max_completion_length "
+    names += "dataset_config system_prompt chat_template_kwargs"
+    return embedded_data(*((name, getattr(args, name)) for name in names.split()))
+
+
 @pytest.fixture
 def run_main(monkeypatch, tmp_path, capfd):
     """run_main(max_steps=4, ...) -> (exit code, stdout, stderr) of grpo_arca.py, in this process;
-    its files are in tmp_path/out."""
+    its files are in tmp_path/out. The curves, which take a second and are tested elsewhere, are not
+    drawn, and the embedded task is read once."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common.metrics, "write_curves", lambda *_: None)
+    monkeypatch.setattr(trainer, "load_data", load_data_once)
 
     def start(**flags) -> tuple[int, str, str]:
         flags = TINY_RUN | {"output_dir": "out"} | flags

@@ -357,6 +357,7 @@ def test_an_output_folder_that_is_a_file(run_main):
 
 
 # ------------------------------------------------------------------------------ as a real command
+@pytest.mark.slow  # what an interpreter of its own may add to test_data_that_cannot_be_used
 def test_the_command_itself():
     Path("torn.jsonl").write_text('{"problem": "a", "ans')
     done = subprocess.run(

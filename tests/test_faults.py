@@ -132,7 +132,7 @@ def test_a_reward_function_of_the_users_own_is_trained_on(run_main, rows_of, tmp
     """From the working directory, weighted and summed; evaluation stays correctness."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "rewards_of_mine.py").write_text(SHAPED)
-    flags = {"max_steps": 2, "max_eval_samples": 8, "max_completion_length": 80}
+    flags = {"max_steps": 2, "max_eval_samples": 8, "max_completion_length": 60}
     code, _, err = run_main(reward_funcs="rewards_of_mine.shaped", reward_weights=2, **flags)
     assert code == 0, err
     for row in rows_of():
@@ -163,7 +163,7 @@ def test_a_killed_reward_worker_is_said_once_and_replaced(run_main, rows_of, tmp
         while not killed and threading.main_thread().is_alive():
             for child in psutil.Process().children():
                 if child.status() != psutil.STATUS_ZOMBIE and "reward.py" in str(child.cmdline()):
-                    time.sleep(0.5)  # it starts, or grades
+                    time.sleep(0.2)  # it starts, or grades
                     child.kill()
                     killed.append(child.pid)
             time.sleep(0.02)
@@ -300,6 +300,18 @@ def test_the_first_lines_say_what_is_trained_on_what(run_main):
     assert err.count("raise --max_completion_length") == 1
 
 
+def test_a_file_that_may_not_grow_is_a_sentence(run_main):
+    """`ulimit -f`, of this process for as long as it takes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, before[1]))
+    try:
+        code, _, err = run_main(max_steps=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2 and "File too large" in err and "Traceback" not in err, err
+
+
+@pytest.mark.slow
 def test_nobody_listens_and_files_that_may_not_grow(tmp_path):
     """`| head`, standard error on a full device, `ulimit -f`: a code, and no stack."""
     argv = [f"--{name}={value}" for name, value in (TINY_RUN | {"max_steps": 1}).items()]

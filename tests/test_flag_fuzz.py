@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import pytest
 from conftest import ROOT, TINY
 
+import common.metrics
 from common.data import chain_problems
 
 SCRIPTS = ("grpo_arca", "grpo_oar", "grpo_strace")
@@ -267,11 +269,9 @@ def fault(folder: Path, combination: Combination) -> str | None:
     return f"{folder.name}: {combination.line()}\n  bad {bad}, exit code {code}: {wrong}"
 
 
-def check(folder: Path, combinations: list[Combination]) -> None:
-    folders = run_all(folder, combinations)
+def check(folders: list[Path], combinations: list[Combination]) -> None:
     outcomes = map(fault, folders, combinations)
     faults = [outcome for outcome in outcomes if outcome]
-    (folder / "faults.txt").write_text("\n".join(faults))
     assert not faults, f"{len(faults)} of {len(combinations)}:\n" + "\n".join(faults)
     codes = [(path / "code.txt").read_text() for path in folders]
     assert min(codes.count("0"), codes.count("2")) > len(codes) / 5  # both kinds were tried
@@ -282,9 +282,34 @@ def test_the_tables_have_every_flag(script):
     assert flags_of(script) == set(table(script)) - {"no_such_flag"}
 
 
-def test_a_few_combinations(tmp_path):
-    rng = random.Random(0)
-    check(tmp_path, [draw(rng) for _ in range(14)])
+def run_here(folder: Path, combination: Combination, data: Path, capfd, patch) -> None:
+    """As fork_server.py runs it, in this process."""
+    folder.mkdir()
+    patch.chdir(folder)
+    patch.setattr(common.metrics, "write_curves", lambda *_: None)
+    patch.setattr(signal, "signal", lambda *_: None)  # pytest has its own
+    argv = [fill(word, data) for word in combination.argv()]
+    patch.setattr(sys, "argv", [combination.script + ".py", *argv])
+    code = 0
+    try:
+        importlib.import_module(combination.script).main()
+    except SystemExit as stop:
+        code = stop.code
+    for name, text in zip(("stdout", "stderr"), capfd.readouterr(), strict=True):
+        (folder / f"{name}.txt").write_text(text)
+    (folder / "code.txt").write_text(str(code))
+
+
+def test_a_few_combinations(tmp_path, capfd, monkeypatch):
+    rng, data = random.Random(10), tmp_path / "data"
+    data.mkdir()
+    write_data(data)
+    combinations = [draw(rng) for _ in range(6)]
+    folders = [tmp_path / f"{i:04d}" for i in range(len(combinations))]
+    for folder, combination in zip(folders, combinations, strict=True):
+        with monkeypatch.context() as patch:
+            run_here(folder, combination, data, capfd, patch)
+    check(folders, combinations)
 
 
 @pytest.mark.slow
@@ -306,4 +331,5 @@ def test_every_bad_value_alone(tmp_path):
 def test_a_thousand_combinations(tmp_path):
     rng = random.Random(int(os.environ.get("FUZZ_SEED", "1")))
     count = int(os.environ.get("FUZZ_COUNT", "1000"))
-    check(tmp_path, [draw(rng) for _ in range(count)])
+    combinations = [draw(rng) for _ in range(count)]
+    check(run_all(tmp_path, combinations), combinations)

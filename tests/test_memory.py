@@ -33,7 +33,7 @@ def parts(name: str, layers: int) -> tuple[int, int, int]:
     return linear, VOCABULARY * hidden * (2 - tied), layers * sum(a + b for a, b in sides)
 
 
-@pytest.mark.parametrize("weights", ["adapter", "merged"])
+@pytest.mark.parametrize("weights", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
 def test_fake_tensors_count_what_real_ones_do(weights):
     """The tiny policy, whose data are really there."""
     config = AutoConfig.from_pretrained(TINY)
@@ -44,7 +44,7 @@ def test_fake_tensors_count_what_real_ones_do(weights):
     assert 0 < real["weights"] < real["score"] < real["update"]
 
 
-@pytest.mark.parametrize("name", ["1.7B", "8B"])
+@pytest.mark.parametrize("name", ["1.7B", pytest.param("8B", marks=pytest.mark.slow)])
 def test_weights_and_cache_are_what_they_are_by_hand(name):
     """NF4 base, bf16 ends, adapter and AdamW in fp32; the dense copy is of linear layers alone; it
     and the cache are there in rollouts and gone afterwards."""
@@ -61,6 +61,7 @@ def test_weights_and_cache_are_what_they_are_by_hand(name):
         assert merged[phase] == adapter[phase]
 
 
+@pytest.mark.slow  # all layers: minutes where the machine is slow
 def test_a_training_step_takes_what_was_measured_on_a_gpu(monkeypatch):
     """16 x 640 tokens of the 1.7B shape with r 16, checkpointing, bf16 autocast and a head in
     chunks of 2,048 tokens, in code of its own: 6.2 GiB by `max_memory_allocated` on an H200."""

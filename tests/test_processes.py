@@ -104,9 +104,10 @@ def check_splits(records: dict[str, dict[str, dict]], cases: int) -> None:
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.slow
 def test_two_processes_or_one(tmp_path):
-    """PITFALLS 8: two processes with two micro-batches of 2, for one credit method of each script;
-    the rest is the slow test's."""
+    """PITFALLS 8: two processes with two micro-batches of 2, in 4 bits, for one credit method of
+    each script; the other test has the rest."""
     check_splits(start(tmp_path, "small", 1) | start(tmp_path, "small", 2), 3)
 
 

@@ -15,7 +15,7 @@ def test_the_readmes_reward_trains(run_main, rows_of, tmp_path, monkeypatch):
     assert f"--reward_funcs accuracy_reward my.{name} --reward_weights 1 0.5" in README
     (tmp_path / "my.py").write_text(code)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    flags = {"max_completion_length": 80, "max_steps": 2, "per_device_train_batch_size": 32}
+    flags = {"max_completion_length": 80, "max_steps": 2, "per_device_train_batch_size": 16}
     ended, _, err = run_main(reward_funcs=f"my.{name}", **flags)
     assert ended == 0, err
     rows = rows_of()

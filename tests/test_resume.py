@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TINY_RUN
 
 import grpo_arca as trainer
 
@@ -76,6 +77,47 @@ def stderr(folder: Path) -> str:
     return (folder / "stderr.txt").read_text()
 
 
+# A fork each is the slow tests': here is what a checkpoint must hold, and what a signal does.
+SHORT = TINY_RUN | FLAGS | {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "max_eval_samples": 2}
+SHORT |= {"num_iterations": 1, "steps_per_generation": 1, "max_completion_length": 80}
+
+
+def test_a_run_resumed_in_the_middle_is_the_same_run(run_main, tmp_path):
+    """As after a kill in step 4: the checkpoint of step 2, and what was logged until then."""
+    assert run_main(**SHORT)[0] == 0
+    whole, out = outcome(tmp_path), tmp_path / "out"
+    assert [row["step"] for row in whole["metrics"]] == [0, 1, 2, 2, 3, 4, 4]
+    assert any(row.get("grad_norm", 0) > 0 for row in whole["metrics"])
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
+    for path in (out / "checkpoint-4", out / "adapter"):
+        shutil.rmtree(path)
+    assert run_main(**SHORT, resume_from_checkpoint="latest")[0] == 0
+    again = outcome(tmp_path)
+    assert again.keys() == whole.keys()
+    for name in whole:
+        assert again[name] == whole[name], name
+    code, _, err = run_main(**SHORT)
+    errors = [line for line in err.splitlines() if "error:" in line]
+    assert code == 2 and len(errors) == 1 and "checkpoint-4 exists: add" in errors[0]
+
+
+def test_a_signal_lets_the_rollout_end_and_saves(run_main, monkeypatch, tmp_path):
+    inner = trainer.collect
+
+    def interrupted(run, *inputs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return inner(run, *inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "collect", interrupted)
+        code, out, err = run_main(**SHORT | {"steps_per_generation": 2})
+    assert code == 0 and "Traceback" not in err, err
+    assert "interrupted, saved out/checkpoint-2; go on with\ngrpo_arca.py" in out
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").open()]
+    assert steps[-1] == 2 and not (tmp_path / "out/summary.json").exists()
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Of every script: whole, killed in the second rollout, and that resumed. The first: also
@@ -108,6 +150,7 @@ def runs(tmp_path_factory):
     return at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_killed_and_resumed_is_the_same_run(runs, script):
     whole, killed = (outcome(runs / script / name) for name in ("whole", "killed"))
@@ -119,6 +162,7 @@ def test_killed_and_resumed_is_the_same_run(runs, script):
         assert whole[name] == killed[name], name
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_says_how_to_go_on(runs):
     """At the end of the rollout that it came in; a second one ends the run at once."""
     said = (runs / "once/stdout.txt").read_text()
@@ -131,6 +175,7 @@ def test_a_signal_saves_and_says_how_to_go_on(runs):
         assert whole[name] == resumed[name], name
 
 
+@pytest.mark.slow
 def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(runs):
     exists = "checkpoint-8 exists: add --resume_from_checkpoint latest, or change --output_dir"
     words = {"exists": exists, "exists_and_named": exists, "nowhere": "cannot resume from nowhere"}

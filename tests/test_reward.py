@@ -265,7 +265,10 @@ def test_gold_solutions(name, grader):
     assert sum(verdicts) >= 0.998 * len(golds)
 
 
-@pytest.mark.parametrize("name", SETS)
+LONG = pytest.param("math500", marks=pytest.mark.slow)  # nearly every pair takes the worker
+
+
+@pytest.mark.parametrize("name", [LONG, "train", "test"])
 def test_gold_solutions_against_the_next_answer(name, grader):
     texts, golds = SETS[name]()
     after = golds[1:] + golds[:1]
@@ -351,7 +354,7 @@ def ready_grader(num_workers: int, timeout: float) -> Grader:
 
 def judge_one_by_one(texts: list[str]) -> int:
     """Each must get its 0 in time, and the pool stay right; the number that were killed."""
-    with ready_grader(1, 2.0) as grader:
+    with ready_grader(1, 1.0) as grader:
         for i, text in enumerate(texts):
             if not grader._workers:  # start-up is not part of an answer's deadline
                 grader.grade([box(f"{i}/7")], [r"\frac{1000}{7}"])
@@ -372,11 +375,12 @@ def test_hostile_answers(tmp_path, monkeypatch):
 
 
 def test_endless_answers_are_killed_at_their_deadline():
-    assert judge_one_by_one(ENDLESS) == len(ENDLESS)
+    assert judge_one_by_one(ENDLESS[::4]) == 2  # a power, and a sum that only looks harmless
 
 
 @pytest.mark.slow
 def test_more_endless_answers_are_killed_at_their_deadline():
+    assert judge_one_by_one(ENDLESS) == len(ENDLESS)
     assert judge_one_by_one(ENDLESS_TOO) >= len(ENDLESS_TOO) // 2
 
 
@@ -392,7 +396,7 @@ def test_model_text_is_never_run_as_python(tmp_path, monkeypatch, grader):
 
 
 def test_an_endless_answer_does_not_hold_up_the_others():
-    with ready_grader(2, 2.0) as grader:
+    with ready_grader(2, 1.0) as grader:
         texts = [ENDLESS[0], "14/2", ENDLESS[0], r"\frac{21}{3}", "15/2"]
         assert grader.grade([box(t) for t in texts], ["7"] * 5) == [0.0, 1.0, 0.0, 1.0, 0.0]
         assert grader.timeouts == 1  # the repeat was not judged again

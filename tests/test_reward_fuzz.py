@@ -3,7 +3,7 @@
 Each completion is built so that its verdict is known without the grader: from whole numbers and
 fractions that Python compares itself, from text that holds no digit or no complete box, or by
 adding a number to a gold answer. A share of right answers must get credit, or a grader that always
-says 0 would pass. `pytest -m slow` runs 10,000; the quick suite runs 1,000.
+says 0 would pass. `pytest -m slow` runs 10,000; the quick suite runs 250.
 """
 
 import random
@@ -216,10 +216,10 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def fuzz(count: int, endless: int, seed: int, seconds: int) -> None:
+def fuzz(count: int, endless: int, seed: int, seconds: int, deadline: float = 5.0) -> None:
     made, wrong, start = cases(count, endless, seed), [], time.monotonic()
     assert len(made) == count
-    with at_most(seconds), Grader(num_workers=2, timeout=5.0) as grader:
+    with at_most(seconds), Grader(2, timeout=deadline) as grader:
         for first in range(0, count, 64):  # a rollout's worth at a time
             some = made[first : first + 64]
             verdicts = grader.grade([c.completion for c in some], [c.gold for c in some])
@@ -229,7 +229,9 @@ def fuzz(count: int, endless: int, seed: int, seconds: int) -> None:
         rows = [box(text) for text in (r"\frac{21}{3}", "7.0", "15/2", "14/2")]
         assert grader.grade(rows, ["7"] * 4) == [1.0, 1.0, 0.0, 1.0]  # the pool is still right
         print(f"{count} in {time.monotonic() - start:.0f} s, {grader.timeouts} timeouts")
-    with Grader(timeout=60.0) as patient:  # on a busy machine 5 s can be too few for a right answer
+    with Grader(
+        timeout=60.0
+    ) as patient:  # on a busy machine they can be too few for a right answer
         wrong = [
             c for c in wrong if c.credit == 0.0 or patient.grade([c.completion], [c.gold]) == [0.0]
         ]
@@ -238,8 +240,8 @@ def fuzz(count: int, endless: int, seed: int, seconds: int) -> None:
     assert credit[1.0] > 0.1 * count and credit[0.0] > 0.5 * count
 
 
-def test_a_thousand_completions():
-    fuzz(1_000, endless=2, seed=0, seconds=600)
+def test_hundreds_of_completions():
+    fuzz(250, endless=1, seed=0, seconds=600, deadline=2.0)
 
 
 @pytest.mark.slow
