@@ -312,6 +312,8 @@ def load_data(args):
         raise DataError(needs) from error
     sets = load_problems(args)
     prompts = [[encode_prompt(tokenizer, p.prompt, *style) for p in problems] for problems in sets]
+    if not all(prompts[0] + prompts[1]):
+        raise DataError(f"the tokenizer of {name} turns a prompt into no tokens: use another model")
     longest = max(map(len, prompts[0] + prompts[1]))
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
     if longest + args.max_completion_length > context:

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -236,12 +237,9 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        output_dir: str | None,
-        config: dict | None = None,
-        resume_step: int = 0,
+        self, output_dir: str | None, config: dict | None = None, resume_step: int = 0,
         track: Callable[[dict, int], None] = lambda figures, step: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rows, self.evals, self.path, self._track = [], [], None, track
         if output_dir is None:
             return
@@ -436,13 +434,14 @@ def _finish_panel(ax: Any, name: str, rows: list[dict]) -> None:
 def _visible(value: Any) -> str:
     """Hostile text as the reader sees it: control, bidi and zero-width marks and lone surrogates
     become <U+....>, ASCII's control characters their pictures (U+2400)."""
-    shown = ""
-    for char in str(value):
-        if char == "\n" or char.isprintable() or unicodedata.category(char) == "Zs":
-            shown += char
-        else:
-            shown += chr(0x2400 + ord(char)) if char < " " else f"<U+{ord(char):04X}>"
-    return shown
+
+    def mark(match: re.Match) -> str:
+        char = match[0]
+        if char.isprintable() or unicodedata.category(char) == "Zs":
+            return char
+        return chr(0x2400 + ord(char)) if char < " " else f"<U+{ord(char):04X}>"
+
+    return re.sub(r"[^\n -~]", mark, str(value))
 
 
 def _number(value: Any, form: str) -> str:
@@ -539,20 +538,6 @@ def write_model_card(path: str, config: dict, before: dict, after: dict) -> None
     Path(path).write_text(f"{card}\n", encoding="utf-8", errors="replace", newline="\n")
 
 
-def _attempt(path: Path, write: Callable[[str], None]) -> bool:
-    """write(path); what fails is one sentence on standard error, because the run is worth more. A
-    full disk is the caller's to report: every other file would fail as well."""
-    try:
-        write(str(path))
-    except Exception as error:  # matplotlib alone raises a dozen kinds
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        tqdm.write(f"{path} is not written, the run goes on: {reason}", file=sys.stderr)
-        return False
-    return True
-
-
 def _write_completions(path: str, groups: list[dict]) -> None:
     with open(path, "w", encoding="utf-8", errors="replace") as file:
         for group in groups:
@@ -586,6 +571,16 @@ def report_run(config: dict, log: RunLog, groups: list[dict]) -> str:
         "curves.png": lambda path: write_curves(path, rows, title),
         "credit.html": lambda path: write_credit_page(path, title, groups),
     }
-    failed = {name for name, write in files.items() if not _attempt(folder / name, write)}
+    failed = set()
+    for name, write in files.items():
+        try:
+            write(str(folder / name))
+        except Exception as error:  # matplotlib alone raises a dozen kinds
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise  # every other file would fail as well
+            failed.add(name)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            message = f"{folder / name} is not written, the run goes on: {reason}"
+            tqdm.write(message, file=sys.stderr)
     written = [str(folder / name) for name in sorted(os.listdir(folder)) if name not in failed]
     return "\n".join(["", before_after_table(before, after), "", "Written:", *written])

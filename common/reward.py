@@ -41,6 +41,11 @@ MEMORY_BYTES = 2 << 30  # address space of a worker
 START_SECONDS = 60.0  # a start is about 1 s; a cold disk or a busy machine takes longer
 MAX_FAILED_STARTS = 3  # in a row; one alone may be the kernel's OOM killer
 
+
+class RewardError(Exception):
+    """A reward that cannot be computed; the message says what to change in one sentence."""
+
+
 Pair = tuple[str, str]  # (boxed content, gold answer), both tidy
 
 # `\\boxed{` (JSON-escaped by the model) counts as a box; `\{` and `\}` are not grouping braces.
@@ -195,8 +200,7 @@ class Grader(contextlib.AbstractContextManager):
                 # One line is below 64 KiB (MAX_CHARS), so the empty pipe takes it without waiting.
                 worker.proc.stdin.write(json.dumps(self._todo[0]).encode() + b"\n")
             except BrokenPipeError:  # it died while idle: nobody's verdict is lost
-                self._kill(worker)
-                self._tell(worker)
+                self._drop(worker, "")
             else:
                 worker.pair = self._todo.popleft()
                 worker.deadline = time.monotonic() + self._timeout
@@ -234,7 +238,7 @@ class Grader(contextlib.AbstractContextManager):
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 self.close()
-                raise RuntimeError(
+                raise RewardError(
                     f"no grading worker can be started with {sys.executable}: "
                     f"{reason or 'it died without a word'} (is math-verify installed there?)"
                 )
@@ -253,13 +257,10 @@ class Grader(contextlib.AbstractContextManager):
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         # -P: the worker must not find this directory's files where it looks for libraries.
         command = [sys.executable, "-P", os.path.abspath(__file__)]
-        try:
-            proc = subprocess.Popen(
-                command, bufsize=0, env=os.environ | threads, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-        except OSError as error:
-            raise RuntimeError(f"no grading worker can be started: {error}") from error
+        proc = subprocess.Popen(
+            command, bufsize=0, env=os.environ | threads, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
         worker = _Worker(proc, time.monotonic() + START_SECONDS)
         self._workers.append(worker)
         self._selector.register(proc.stdout, selectors.EVENT_READ, worker)
@@ -335,10 +336,6 @@ def _load_verifier() -> Callable[[str, str], bool]:
     return equal
 
 
-class RewardError(Exception):
-    """A reward function that cannot be used; the message says what to change in one sentence."""
-
-
 def load_reward_funcs(
     paths: list[str], weights: list[float] | None = None
 ) -> dict[str, tuple[Callable | None, float]]:
@@ -395,14 +392,13 @@ def call_reward_func(
 def _serve() -> None:
     """The worker: a JSON line [box, gold] in, a line 1 or 0 out, until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer to handle
-    if sys.platform == "linux":
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # a run's `ulimit -v` cannot be raised
-        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where memory runs out, the kernel shall take this process first
-        # PR_SET_PDEATHSIG: a worker stuck in C code would never see the end of its input.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # a run's `ulimit -v` cannot be raised
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, the kernel shall take this process first
+    # PR_SET_PDEATHSIG: a worker stuck in C code would never see the end of its input.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     out = os.dup(1)
     os.dup2(2, 1)  # a library that prints must not write a verdict
     try:

@@ -90,7 +90,8 @@ CREDITS = {  # every other one with each of FLAGS; the first is the script's own
     grpo_oar: "oar_g oar_g oar_p oar_p uniform random shuffled",
     grpo_strace: "s_trace p_trace gspo grpo_lambda uniform",
 }
-SIZE = "--per_device_train_batch_size 8 --gradient_accumulation_steps 2 --num_generations 4"
+SIZE = "--per_device_train_batch_size 8 --gradient_accumulation_steps 2 --num_generations 4 "
+SIZE += "--max_completion_length 60"
 FLAGS = (
     "--beta 0.1 --top_k 5 --lora_dropout 0.1 --num_iterations 2",
     "--top_p 0.9 --rollout_weights adapter",

@@ -191,7 +191,10 @@ def compare(batch, reference, tolerance: float = 1e-4) -> None:
 # --------------------------------------------------------------------------------------------------
 # Scores
 # --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mode", MODES)
+SLOW_MODE = pytest.param("answer_mean", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("mode", ["last", SLOW_MODE, "answer_joint"])
 def test_oar_p_equals_whole_forwards(make_run, mode):
     """Prefixes from the cache, with merged weights and with the adapter, against one whole forward
     a row; a budget of few rows as well."""
@@ -207,7 +210,7 @@ def test_oar_p_equals_whole_forwards(make_run, mode):
     assert metrics["no_answer_share"] == pytest.approx(5 / 20)
 
 
-@pytest.mark.parametrize("weights", ["merged", "adapter"])
+@pytest.mark.parametrize("weights", ["merged", pytest.param("adapter", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noise, tolerance", [(0.05, 1e-4), (1e-3, 4e-3)])
 def test_oar_g_equals_one_backward_a_completion(make_run, noise, tolerance, weights):
     """The gradient is the difference of two distributions. At the default noise they agree in 3 to

@@ -78,19 +78,19 @@ def stderr(folder: Path) -> str:
 
 
 # A fork each is the slow tests': here is what a checkpoint must hold, and what a signal does.
-SHORT = TINY_RUN | FLAGS | {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "max_eval_samples": 2}
+SHORT = TINY_RUN | FLAGS | {"max_steps": 3, "eval_steps": 2, "save_steps": 1, "max_eval_samples": 2}
 SHORT |= {"num_iterations": 1, "steps_per_generation": 1, "max_completion_length": 80}
 
 
 def test_a_run_resumed_in_the_middle_is_the_same_run(run_main, tmp_path):
-    """As after a kill in step 4: the checkpoint of step 2, and what was logged until then."""
+    """As after a kill in step 3: the checkpoint of step 2, and what was logged until then."""
     assert run_main(**SHORT)[0] == 0
     whole, out = outcome(tmp_path), tmp_path / "out"
-    assert [row["step"] for row in whole["metrics"]] == [0, 1, 2, 2, 3, 4, 4]
+    assert [row["step"] for row in whole["metrics"]] == [0, 1, 2, 2, 3, 3]
     assert any(row.get("grad_norm", 0) > 0 for row in whole["metrics"])
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (out / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
-    for path in (out / "checkpoint-4", out / "adapter"):
+    (out / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:20])
+    for path in (out / "checkpoint-3", out / "adapter"):
         shutil.rmtree(path)
     assert run_main(**SHORT, resume_from_checkpoint="latest")[0] == 0
     again = outcome(tmp_path)
@@ -99,7 +99,7 @@ def test_a_run_resumed_in_the_middle_is_the_same_run(run_main, tmp_path):
         assert again[name] == whole[name], name
     code, _, err = run_main(**SHORT)
     errors = [line for line in err.splitlines() if "error:" in line]
-    assert code == 2 and len(errors) == 1 and "checkpoint-4 exists: add" in errors[0]
+    assert code == 2 and len(errors) == 1 and "checkpoint-3 exists: add" in errors[0]
 
 
 def test_a_signal_lets_the_rollout_end_and_saves(run_main, monkeypatch, tmp_path):
@@ -111,7 +111,7 @@ def test_a_signal_lets_the_rollout_end_and_saves(run_main, monkeypatch, tmp_path
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "collect", interrupted)
-        code, out, err = run_main(**SHORT | {"steps_per_generation": 2})
+        code, out, err = run_main(**SHORT | {"steps_per_generation": 2, "save_steps": 0})
     assert code == 0 and "Traceback" not in err, err
     assert "interrupted, saved out/checkpoint-2; go on with\ngrpo_arca.py" in out
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").open()]

@@ -117,8 +117,8 @@ def test_greedy_generation_equals_transformers(make_run, rollout_weights):
 def test_finished_rows_are_dropped_and_nothing_else_changes(make_run, monkeypatch):
     """Each completion as if it were alone, where no row can be dropped."""
     run = make_run(max_completion_length=80, adapter=0.0)
-    prompts, sizes, inner = prompts_of(run, 16), [], trainer.Decoder.keep
-    u = trainer.row_uniforms(run.args, "rollout", 0, torch.arange(16), 80)
+    prompts, sizes, inner = prompts_of(run, 10), [], trainer.Decoder.keep
+    u = trainer.row_uniforms(run.args, "rollout", 0, torch.arange(10), 80)
 
     def keep(decoder, rows):
         sizes.append((len(decoder.place), len(rows)))
@@ -236,7 +236,7 @@ def test_recomputed_log_probs_are_near_the_sampled_ones_in_bf16(
 ):
     """PITFALLS 12 in a GPU's number format: the mean gap on the tiny policy, whose distributions
     are sharp. (`test_gpu.py` measures it where the products are a GPU's, too.)"""
-    flags = {"max_completion_length": 80, "per_device_train_batch_size": 64}
+    flags = {"max_completion_length": 80, "per_device_train_batch_size": 40}
     run = make_run(rollout_weights=weights, **flags)
     monkeypatch.setattr(trainer, "DTYPE", torch.bfloat16)
     for name, layer in run.model.get_base_model().named_modules():
@@ -709,7 +709,8 @@ SMALL = ("--max_steps", 2, "--max_eval_samples", 4, "--num_generations_eval", 2,
 
 def test_the_script_end_to_end(tmp_path):
     """A few steps of the embedded default: every promised file, readable by what reads it."""
-    done = launch(tmp_path, *SMALL, "--gradient_accumulation_steps", 1)
+    few = ("--gradient_accumulation_steps", 1, "--per_device_train_batch_size", 8)
+    done = launch(tmp_path, *SMALL, *few)
     out = tmp_path / "out"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "reward" in row] == [1, 2]
