@@ -186,8 +186,8 @@ def _git(*command: str) -> str | None:
     """What git says in the scripts' folder, None outside a checkout or without git."""
     command = ("git", "-C", str(Path(__file__).parents[1]), *command)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
+        quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
+        return subprocess.check_output(command, **quiet).strip()
 
 
 def environment() -> dict[str, Any]:

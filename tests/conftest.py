@@ -29,7 +29,7 @@ def randomise_adapter(model, scale: float = 0.05) -> None:
             parameter.data = scale * torch.randn(parameter.shape, generator=generator)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_run():
     """make_run(num_generations=4, ...) -> a Run on the tiny policy, with an adapter that acts."""
 

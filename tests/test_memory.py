@@ -44,7 +44,8 @@ def test_fake_tensors_count_what_real_ones_do(weights):
     assert 0 < real["weights"] < real["score"] < real["update"]
 
 
-@pytest.mark.parametrize("name", ["1.7B", pytest.param("8B", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1.7B", "8B"])
 def test_weights_and_cache_are_what_they_are_by_hand(name):
     """NF4 base, bf16 ends, adapter and AdamW in fp32; the dense copy is of linear layers alone; it
     and the cache are there in rollouts and gone afterwards."""

@@ -529,7 +529,11 @@ CURVES = {
 }
 
 
-@pytest.mark.parametrize("name", CURVES)
+SLOW_CURVES = ("every value zero", "negative rewards", "one row", "many")  # half a second each
+CASES = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW_CURVES)) for x in CURVES]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_write_curves_is_silent_and_writes_a_png(tmp_path, name):
     path = tmp_path / "curves.png"
     with warnings.catch_warnings():

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,13 +190,21 @@ def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(runs):
     assert (runs / "new/out/summary.json").is_file()  # `latest` of none: from the start
 
 
-@pytest.fixture
-def saved(make_run, tmp_path):
-    """A run whose checkpoint-0 is in tmp_path, and that is asked to resume from it."""
-    run = make_run(output_dir=tmp_path)
+@pytest.fixture(scope="module")
+def first(make_run, tmp_path_factory):
+    """A run with a checkpoint-0. What is refused leaves it as good as it was."""
+    run = make_run(output_dir=tmp_path_factory.mktemp("first"))
     trainer.save_checkpoint(run)
-    run.args.resume_from_checkpoint = str(tmp_path / "checkpoint-0") + "/"
     return run
+
+
+@pytest.fixture
+def saved(first, tmp_path):
+    """A run whose checkpoint-0 is in tmp_path, and that is asked to resume from it."""
+    shutil.copytree(first.args.output_dir, tmp_path, dirs_exist_ok=True)
+    asked = str(tmp_path / "checkpoint-0") + "/"
+    args = replace(first.args, output_dir=str(tmp_path), resume_from_checkpoint=asked)
+    return replace(first, args=args)
 
 
 def test_only_the_latest_are_kept(saved, tmp_path):

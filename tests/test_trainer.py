@@ -230,7 +230,10 @@ def test_sampling_flags_come_from_the_command_line(make_run):
         assert len(set(texts_of(run, batch))) == distinct
 
 
-@pytest.mark.parametrize(("weights", "most"), [("merged", 0.02), ("adapter", 0.01)])
+SLOW_GAP = pytest.param("adapter", 0.01, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("weights", "most"), [("merged", 0.02), SLOW_GAP])
 def test_recomputed_log_probs_are_near_the_sampled_ones_in_bf16(
     make_run, monkeypatch, weights, most
 ):
