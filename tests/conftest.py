@@ -61,6 +61,7 @@ def embedded_data(*flags: tuple[str, object], load=trainer.load_data):
 
 
 def load_data_once(args: trainer.Args, load=trainer.load_data):
+    """`load_data`, of the embedded task from memory."""
     if args.dataset_name != trainer.Args.dataset_name or args.eval_dataset_name:
         return load(args)
     names = "model_name_or_path model_revision seed max_eval_samples max_completion_length "

@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import load_data_once
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,6 +113,7 @@ def prepare(monkeypatch, module, flags: str):
     monkeypatch.setattr(Accelerator, "device", property(lambda self: DEVICE))
     monkeypatch.setattr(Accelerator, "prepare_model", lambda self, model, **_: model)
     monkeypatch.setattr(module, "load_policy", loaded_there(module.load_policy))
+    monkeypatch.setattr(module, "load_data", load_data_once)  # it makes no tensors
     return module.parse_args(f"{SIZE} {flags}".split())
 
 

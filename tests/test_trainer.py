@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, random_batch, randomise_adapter
+from conftest import ROOT, TINY, load_data_once, random_batch, randomise_adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
@@ -248,7 +248,7 @@ def test_recomputed_log_probs_are_near_the_sampled_ones_in_bf16(
         for parameter in layer._parameters.values():
             if parameter is not None and parameter.is_floating_point() and "lora" not in name:
                 parameter.data = parameter.data.bfloat16()
-    _, train_set, _ = trainer.load_data(run.args)
+    _, train_set, _ = load_data_once(run.args)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         micros, _ = trainer.collect(run, train_set, {})
         trainer.score(run, micros, {})
