@@ -747,10 +747,10 @@ def test_local_gsm8k_file_end_to_end(run_main, rows_of, tmp_path):
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(source.read_text().splitlines()[:60]))
     code, out, err = run_main(
         dataset_name=tmp_path / "gsm8k.jsonl", credit="divergence", max_completion_length=32,
-        gradient_accumulation_steps=2, num_iterations=2, beta=0.01,
+        gradient_accumulation_steps=2, num_iterations=2, beta=0.01, max_steps=2,
     )  # fmt: skip
     assert code == 0 and "summary.json" in out, err
-    assert "gsm8k.jsonl (5" in err and len(rows_of()) == 3
+    assert "gsm8k.jsonl (5" in err and len(rows_of()) == 2
 
 
 @pytest.mark.slow  # test_processes.py has the gradients
