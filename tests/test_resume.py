@@ -78,7 +78,7 @@ def stderr(folder: Path) -> str:
     return (folder / "stderr.txt").read_text()
 
 
-# A fork each is the slow tests': here is what a checkpoint must hold, and what a signal does.
+# In this process; forks that are really killed, of every script, are the slow tests'.
 SHORT = TINY_RUN | FLAGS | {"max_steps": 3, "eval_steps": 2, "save_steps": 1, "max_eval_samples": 2}
 SHORT |= {"num_iterations": 1, "steps_per_generation": 1, "max_completion_length": 80}
 
