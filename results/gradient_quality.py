@@ -1,0 +1,408 @@
+"""Credit methods as estimates of the policy gradient: how much one completion says under each.
+
+    python results/gradient_quality.py              # all that is missing, on every core; resumes
+    python results/gradient_quality.py --settings 8 --batches 4   # a part, or fewer batches
+    python results/gradient_quality.py --draw       # table and figure of what is there
+
+A credit method turns a batch of 128 completions into a gradient of the adapter. Here every method
+gets the same batches, at the same policy, so that their gradients can be compared:
+
+    worth   signal-to-noise |mean|^2 / variance over batches, divided by uniform credit's: how many
+            completions under uniform credit one completion under this method is worth. It says
+            nothing about where the mean points, therefore also
+    bias    the cosine of the mean gradient with uniform's, which is the policy gradient without
+            bias; corrected for the noise of both, so 1 is no bias
+    cosine  of one batch's gradient with the policy gradient of the other batches
+
+|mean|^2 and <mean, mean'> are means over pairs of different batches, and so without bias. Intervals
+are 95% percentile bootstraps over batches, the same draws for a method and for uniform.
+
+Policies are from moments of one run with uniform credit on chains of 3 or 4 operations, and from
+the long policy on 6 and 8 (all made here if missing). Oracles know the task (step_values.py): the
+advantage of each step, on the digits that state it or on all its tokens; GRPO's advantage on the
+first wrong token alone where there is one, else on all results' digits; and on those digits always.
+`other samples` is uniform credit on other problems and samples, the null test: its worth must be 1.
+Gradients are kept in runs/gradient_quality/, 7 MB a batch; the table is results/
+gradient_quality.csv, the picture gradient_quality.png.
+"""
+
+import argparse
+import csv
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ["OMP_NUM_THREADS"] = "1"  # a process a core
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "results")]
+
+import numpy as np
+import torch
+import transformers
+from peft import set_peft_model_state_dict
+from safetensors.torch import load_file
+from step_values import piece_of, read_rollout, step_advantages, step_values
+from torch import Tensor
+
+import grpo_arca as trainer
+from common.data import load_data, token_roles
+
+LONG = ["--model_name_or_path", str(ROOT / "common/long_policy"), "--max_completion_length", "160"]
+SEED = ["--seed", "99"]  # no training run of ours has it
+POLICIES = "uniform-default"  # folder of the run that trained policies are from
+CONTINUATIONS, DRAWS = 32, 2000  # from each claim; of the bootstrap
+
+
+class Setting(NamedTuple):
+    title: str
+    flags: list[str]
+    step: int  # of the default uniform run; 0 is no adapter
+    batches: int
+
+
+SETTINGS = {
+    "4-start": Setting("3-4 operations, untrained", [], 0, 24),
+    "4-middle": Setting("3-4 operations, step 15", [], 15, 16),
+    "4-end": Setting("3-4 operations, step 45", [], 45, 32),
+    "6": Setting("6 operations, untrained", [*LONG, "--dataset_config", "6"], 0, 16),
+    "8": Setting("8 operations, untrained", [*LONG, "--dataset_config", "8"], 0, 24),
+}
+
+
+class Method(NamedTuple):
+    script: str
+    flags: str
+    only_wrong: bool = False  # weights for completions with a negative advantage, 1 for the others
+
+
+METHODS = {
+    "uniform (GRPO)": Method("grpo_arca", "--credit uniform"),
+    "arca": Method("grpo_arca", "--credit arca"),
+    "arca, p = 2": Method("grpo_arca", "--credit arca --sharpening 2"),
+    "arca's weights shuffled": Method("grpo_arca", "--credit shuffled"),
+    "random weights": Method("grpo_arca", "--credit random"),
+    "surprisal": Method("grpo_arca", "--credit surprisal"),
+    "entropy reduction": Method("grpo_arca", "--credit entropy_reduction"),
+    "divergence": Method("grpo_arca", "--credit divergence"),
+    "oar_g": Method("grpo_oar", "--credit oar_g"),
+    "oar_p": Method("grpo_oar", "--credit oar_p"),
+    "s_trace": Method("grpo_strace", "--credit s_trace"),
+    "p_trace": Method("grpo_strace", "--credit p_trace"),
+    "gspo": Method("grpo_strace", "--credit gspo"),
+    "grpo_lambda, both ends": Method("grpo_strace", "--credit grpo_lambda --trace_kernel both"),
+    "arca, wrong only": Method("grpo_arca", "--credit arca", only_wrong=True),
+    "surprisal, wrong only": Method("grpo_arca", "--credit surprisal", only_wrong=True),
+}
+ORACLES = (
+    "oracle: steps' digits", "oracle: whole steps", "oracle: first wrong token", "oracle: digits",
+)  # fmt: skip
+UNIFORM, NULL = "uniform (GRPO)", "other samples"
+KEYS = ("worth", "bias", "cosine")
+
+
+# ---- Gradients: what the processes compute -------------------------------------------------------
+@cache
+def prepare(name: str, folder: Path):
+    """A run at a setting's policy, and the problems that it draws from."""
+    setting = SETTINGS[name]
+    args = trainer.parse_args([*SEED, *setting.flags])
+    tokenizer, data, _ = load_data(args)
+    run = trainer.build_run(args, tokenizer)
+    if setting.step:
+        checkpoint = folder / POLICIES / f"checkpoint-{setting.step}"
+        set_peft_model_state_dict(run.model, load_file(checkpoint / "adapter_model.safetensors"))
+    return run, data
+
+
+def credited(method: Method, module, run, micros: list, stats: list) -> list:
+    """Copies of a rollout's micro-batches with the method's credit."""
+    copies, metrics = [replace(micro) for micro in micros], {}
+    with torch.no_grad():
+        for micro, (adapted, base) in zip(copies, stats, strict=True):
+            scores = module.token_scores(run, micro, adapted, base, metrics)
+            micro.scores = scores * micro.mask
+        module.assign_credit(run, copies, metrics)
+    for micro in copies if method.only_wrong else ():
+        wrong = micro.advantages[:, None] < 0
+        micro.credit = torch.where(wrong, micro.credit, micro.mask.float())
+    return copies
+
+
+def oracle_credits(run, data: tuple, micros: list, problem_of: dict) -> dict[str, list]:
+    """Copies of the micro-batches with each oracle's credit."""
+    size = run.args.num_generations
+    solutions = read_rollout(run, micros, problem_of)
+    values = step_values(trainer, run, data, solutions, problem_of, CONTINUATIONS)
+    made = {name: [replace(micro) for micro in micros] for name in ORACLES}
+    for place, micro in enumerate(micros):
+        for name, whole in ((ORACLES[0], False), (ORACLES[1], True)):
+            copy = made[name][place]
+            copy.credit = step_advantages(solutions, values, micro, size, whole)
+            copy.advantages = torch.ones_like(micro.advantages)  # the credit has the sign
+        first, digits = torch.zeros(2, *micro.mask.shape)
+        for i, row in enumerate(micro.rows.tolist()):
+            ids = micro.ids[i, micro.prompt_width :][micro.mask[i]].tolist()
+            pieces = [piece_of(run.tokenizer, token) for token in ids]
+            roles = token_roles(pieces, problem_of[row])
+            digits[i, : len(roles)] = torch.tensor([float(role != "") for role in roles])
+            wrong = torch.tensor([float(role == "first_wrong") for role in roles])
+            first[i, : len(roles)] = wrong if wrong.any() else digits[i, : len(roles)]
+        made[ORACLES[2]][place].credit = trainer.normalise(first, micro.mask, 1.0)
+        made[ORACLES[3]][place].credit = trainer.normalise(digits, micro.mask, 1.0)
+    return made
+
+
+def token_coefficients(module, args, micros: list) -> list[Tensor]:
+    """The loss's derivative by every log-prob [B, T] at ratio 1: all that a method is here."""
+    completions = sum(len(micro.rows) for micro in micros)
+    tokens, found = sum(int(micro.loss_mask.sum()) for micro in micros), []
+    for micro in micros:
+        logp = torch.zeros(micro.mask.shape, requires_grad=True)
+        scale = module.token_scale(args, micro.loss_mask, completions, tokens)
+        loss, _ = module.policy_loss(args, micro, logp, logp.detach(), scale)
+        found += torch.autograd.grad(loss, logp)
+    return found
+
+
+def gradients(run, micros: list, methods: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    """The adapter's gradient [parameters] under each method's coefficients; forwards are shared,
+    and so are equal coefficients (GSPO's and uniform's, ARCA's before the first update)."""
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    sums = {name: torch.zeros(sum(p.numel() for p in trained)) for name in methods}
+    for place, micro in enumerate(micros):
+        constant = micro.advantages == 0  # rows that only oracles learn from
+        for rows in (constant.nonzero().squeeze(1), (~constant).nonzero().squeeze(1)):
+            if not len(rows):
+                continue
+            logp, made = trainer.training_forward(run, micro.select(rows)), {}  # [b, t]
+            for name, coefficients in methods.items():
+                own = coefficients[place][rows, : logp.shape[1]]
+                key = own.numpy().tobytes()
+                if own.any() and key not in made:
+                    parts = torch.autograd.grad(logp, trained, own, retain_graph=True)
+                    made[key] = torch.cat([part.flatten() for part in parts])
+                sums[name] += made.get(key, 0.0)
+    return sums
+
+
+def measure(name: str, batch: int, folder: Path) -> None:
+    """All methods' gradients of one batch, into a file."""
+    run, data = prepare(name, folder)
+    run.rollout = batch
+    micros, problem_of = trainer.collect(run, data, {})
+    stats = []
+    with torch.no_grad():
+        for micro in micros:
+            run.policy.eval()
+            adapted = run.policy(micro, with_entropy=True)
+            with run.model.disable_adapter():
+                stats.append((adapted, run.policy(micro)))
+            micro.logp, micro.entropy = adapted.logp, adapted.entropy
+    methods = {}
+    for method_name, method in METHODS.items():
+        module = importlib.import_module(method.script)
+        args = module.parse_args([*SEED, *SETTINGS[name].flags, *method.flags.split()])
+        copies = credited(method, module, replace(run, args=args), micros, stats)
+        methods[method_name] = token_coefficients(module, args, copies)
+    args = trainer.parse_args([*SEED, *SETTINGS[name].flags, "--credit", "uniform"])
+    for oracle, copies in oracle_credits(run, data, micros, problem_of).items():
+        methods[oracle] = token_coefficients(trainer, args, copies)
+    found = gradients(run, micros, methods)
+    run.rollout = 1_000_000 + batch
+    others, _ = trainer.collect(run, data, {})
+    for micro in others:
+        micro.credit = micro.mask.float()
+    found |= gradients(run, others, {NULL: token_coefficients(trainer, args, others)})
+    reward = sum(float(micro.rewards.sum()) for micro in micros) / len(problem_of)
+    path = folder / name / f"{batch}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"reward": reward, "gradients": found}, path.with_suffix(".partial"))
+    path.with_suffix(".partial").rename(path)
+
+
+def load(path: Path) -> dict | None:
+    """A batch's file, if it is whole and of the present methods."""
+    found = torch.load(path, mmap=True) if path.exists() else {"gradients": ()}
+    return found if {*METHODS, *ORACLES, NULL} <= {*found["gradients"]} else None
+
+
+def train_policies(folder: Path) -> None:
+    """The uniform run that policies are from."""
+    print(f"training {folder.name}, about two minutes", flush=True)
+    command = [sys.executable, str(ROOT / "grpo_arca.py"), "--credit", "uniform", "--save_steps"]
+    command += ["15", "--output_dir", str(folder), "--resume_from_checkpoint", "latest"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+
+
+def task(job: tuple[str, int, Path]) -> str:
+    """A process's work. Returns the name of the setting."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    measure(*job)
+    return job[0]
+
+
+def measure_all(jobs: list[tuple[str, int, Path]], processes: int) -> None:
+    """Runs the jobs, with progress and the time that is left."""
+    began = time.time()
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for done, name in enumerate(pool.imap_unordered(task, jobs), start=1):
+            left = (time.time() - began) / done * (len(jobs) - done) / 60
+            print(f"[{done}/{len(jobs)}] {SETTINGS[name].title}; {left:.0f} min left", flush=True)
+
+
+# ---- Figures from gradients ----------------------------------------------------------------------
+def pair_mean(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Means over pairs of different batches [D] of their inner products [N, N]; a batch counts as
+    often as each of the D draws [D, N] has it, and never with itself."""
+    apart = products - np.diag(np.diag(products))
+    pairs = weights.sum(1) ** 2 - (weights**2).sum(1)
+    return np.einsum("di,ij,dj->d", weights, apart, weights) / pairs
+
+
+def snr(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """|mean|^2 / variance [D] of batch gradients with these inner products [N, N]."""
+    signal = pair_mean(products, weights)
+    power = weights @ np.diag(products) / weights.sum(1)
+    return signal.clip(1e-12) / (power - signal)
+
+
+def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict]:
+    """Worth, bias and cosine of each method from its batch gradients [N, parameters]; low and high
+    are the ends of their intervals."""
+    uniform = gradients[UNIFORM]
+    count = len(uniform)
+    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), DRAWS)
+    weights = np.concatenate([np.ones((1, count)), drawn])  # the first is the figure itself
+    reference = uniform @ uniform.T
+    rows = []
+    for name, own in gradients.items():
+        products, crossed = own @ own.T, own @ uniform.T
+        worth = snr(products, weights) / snr(reference, weights)
+        cross = pair_mean(crossed, weights)
+        norms = pair_mean(products, weights).clip(1e-12) * pair_mean(reference, weights).clip(1e-12)
+        others = uniform.sum(0) - uniform  # [N, parameters]
+        lengths = np.linalg.norm(own, axis=1) * np.linalg.norm(others, axis=1)
+        cosines = (own * others).sum(1) / lengths
+        cosine = weights @ cosines / count
+        row = {"method": name, "snr": snr(products, weights)[0]}
+        for key, values in (("worth", worth), ("bias", cross / norms**0.5), ("cosine", cosine)):
+            low, high = np.percentile(values[1:], [2.5, 97.5])
+            row |= {key: values[0], f"{key}_low": low, f"{key}_high": high}
+        rows.append(row)
+    return rows
+
+
+def tabulate(name: str, folder: Path) -> list[dict]:
+    """The figures of a setting, from the batches that are there."""
+    found = [load(folder / name / f"{batch}.pt") for batch in range(SETTINGS[name].batches)]
+    found = [file for file in found if file]
+    if len(found) < 4:
+        return []
+    stacked = {
+        method: torch.stack([file["gradients"][method] for file in found]).double().numpy()
+        for method in (*METHODS, *ORACLES, NULL)
+    }
+    reward = sum(file["reward"] for file in found) / len(found)
+    about = {"setting": SETTINGS[name].title, "batches": len(found), "reward": reward}
+    return [about | row for row in figures(stacked)]
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Worth by method, a panel a setting: oracles on top, then by worth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    titles = list(dict.fromkeys(row["setting"] for row in rows))
+    last = [row for row in rows if row["setting"] == titles[-1]]
+    names = sorted(
+        {*METHODS} - {UNIFORM}, key=lambda n: [r["worth"] for r in last if r["method"] == n]
+    )
+    names = [NULL, *names, *reversed(ORACLES)]
+    figure, panels = plt.subplots(
+        1, len(titles), figsize=(3 + 2.6 * len(titles), 0.3 * len(names) + 1.4), sharey=True
+    )
+    for axes, title in zip(np.atleast_1d(panels), titles, strict=True):
+        of = {row["method"]: row for row in rows if row["setting"] == title}
+        axes.axvline(1, color="#888888", linewidth=1)
+        for place, name in enumerate(names):
+            row = of[name]
+            colour = "#D55E00" if name in ORACLES else "#888888" if name == NULL else "#0072B2"
+            ends = np.array([[row["worth_low"], row["worth_high"]]]).clip(0.03, 30)
+            axes.plot(ends[0], [place] * 2, color=colour, linewidth=2, alpha=0.5)
+            filled = colour if row["bias_low"] > 0.9 else "white"  # hollow: it may point elsewhere
+            axes.plot(row["worth"], place, "o", color=colour, markerfacecolor=filled)
+        axes.set_xscale("log")
+        axes.set_xticks([0.1, 0.25, 0.5, 1, 2, 4], ["0.1", "¼", "½", "1", "2", "4"])
+        axes.set_xlim(0.08, 6)
+        axes.minorticks_off()
+        reward = next(iter(of.values()))["reward"]
+        axes.set_title(f"{title}\n{reward:.0%} right", loc="left", fontsize=9, fontweight="bold")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    np.atleast_1d(panels)[0].set_yticks(range(len(names)), names, fontsize=9)
+    figure.supxlabel(
+        "worth: completions under uniform credit (GRPO) that one completion under this is worth",
+        fontsize=9,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def write(rows: list[dict], stem: Path) -> None:
+    """The table as .csv, the picture as .png."""
+    with open(stem.with_suffix(".csv"), "w", newline="") as file:
+        lines = csv.DictWriter(file, rows[0])
+        lines.writeheader()
+        for row in rows:
+            shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
+            lines.writerow(shown)
+    draw(rows, stem.with_suffix(".png"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--batches", type=int, help="of each setting, if not its own number")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--draw", action="store_true", help="measure nothing more")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/gradient_quality")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/gradient_quality")
+    args = parser.parse_args()
+    policies = args.folder / POLICIES
+    if not args.draw:
+        trained = any(SETTINGS[name].step for name in args.settings)
+        if trained and not (policies / "summary.json").exists():
+            train_policies(policies)
+        jobs = [
+            (name, batch, args.folder)
+            for name in args.settings
+            for batch in range(args.batches or SETTINGS[name].batches)
+            if not load(args.folder / name / f"{batch}.pt")
+        ]
+        measure_all(jobs, args.processes)
+    rows = [row for name in args.settings for row in tabulate(name, args.folder)]
+    if not rows:
+        sys.exit("gradient_quality.py: nothing to draw: four batches of a setting are the least")
+    write(rows, args.output)
+    for row in rows:
+        parts = [f"{k} {row[k]:.2f} ({row[k + '_low']:.2f} - {row[k + '_high']:.2f})" for k in KEYS]
+        print(f"{row['setting']:26s} {row['method']:26s} {'  '.join(parts)}")
+
+
+if __name__ == "__main__":
+    main()

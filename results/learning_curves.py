@@ -1,0 +1,297 @@
+"""Do better estimates of the gradient make better learning curves? Paired runs of every method.
+
+    python results/learning_curves.py               # all that is missing, a run a core; resumes
+    python results/learning_curves.py --stage control           # uniform and the value oracle first
+    python results/learning_curves.py --list        # the runs, and which are done
+    python results/learning_curves.py --draw        # table and figure of what is there
+
+Worth (gradient_quality.py) can only show where noise is what limits learning. So rollouts are
+small: 32 completions of 4 problems, on chains of 3 or 4 operations, for 50 rollouts, with one
+update a rollout or with four. Stages:
+
+    control   uniform credit and the value oracle (value_oracle.py), all learning rates and seeds
+    sweep     each method at each learning rate on seeds 101 and 102; the best mean reward in
+              training decides, so no held-out problem is looked at
+    curves    each method at its learning rate on seeds 1 to 8, evaluated on 100 held-out
+              problems, 4 samples each, every 10 rollouts
+
+Data order and uniforms of a seed are the same for every method, so runs are paired by seed. Figures
+are the area under the held-out curve (its mean) and its end, as differences to uniform with 95%
+percentile bootstraps over seeds. Runs are folders of runs/learning_curves/; results/
+learning_curves.csv has a line a method, learning_curves_runs.csv a line a run.
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "runs/learning_curves"
+ROLLOUTS, EVERY = 50, 10
+RATES = ("0.002", "0.004", "0.008")
+SWEEP_SEEDS, SEEDS, FEWER = (101, 102), tuple(range(1, 9)), tuple(range(1, 4))
+REGIMES = {"one update": 1, "four updates": 4}  # of 32 / updates completions, for each rollout
+
+
+class Method(NamedTuple):
+    script: str
+    flags: str
+    seeds: tuple[int, ...] = SEEDS
+    regimes: tuple[str, ...] = tuple(REGIMES)
+
+
+METHODS = {
+    "uniform (GRPO)": Method("grpo_arca.py", "--credit uniform"),
+    "value oracle": Method("results/value_oracle.py", ""),
+    "arca": Method("grpo_arca.py", "--credit arca"),
+    "arca, p = 2": Method("grpo_arca.py", "--credit arca --sharpening 2"),
+    "arca's weights shuffled": Method("grpo_arca.py", "--credit shuffled"),
+    "oar_g": Method("grpo_oar.py", "--credit oar_g"),
+    "oar_p": Method("grpo_oar.py", "--credit oar_p", FEWER),
+    "s_trace": Method("grpo_strace.py", "--credit s_trace"),
+    "p_trace": Method("grpo_strace.py", "--credit p_trace"),
+    "gspo": Method("grpo_strace.py", "--credit gspo", SEEDS, ("four updates",)),  # else uniform
+}
+UNIFORM, ORACLE = "uniform (GRPO)", "value oracle"
+
+
+class Run(NamedTuple):
+    regime: str
+    method: str
+    rate: str
+    seed: int
+    held_out: bool  # whether it is evaluated on the way
+
+    @property
+    def folder(self) -> Path:
+        words = [self.regime, self.method, self.rate, str(self.seed)]
+        name = "-".join(words + ["curve"] * self.held_out)
+        return FOLDER / "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
+
+    def command(self) -> list[str]:
+        updates, method = REGIMES[self.regime], METHODS[self.method]
+        flags = {
+            "learning_rate": self.rate, "seed": self.seed, "output_dir": self.folder,
+            "per_device_train_batch_size": 32 // updates, "steps_per_generation": updates,
+            "gradient_accumulation_steps": 1, "max_steps": ROLLOUTS * updates,
+            "eval_steps": EVERY * updates if self.held_out else 0,
+            "max_eval_samples": 100 if self.held_out else 1, "warmup_steps": 3 * updates,
+            "resume_from_checkpoint": "latest",
+        }  # fmt: skip
+        words = [f"--{name}={value}" for name, value in flags.items()]
+        return [sys.executable, str(ROOT / method.script), *method.flags.split(), *words]
+
+    def done(self) -> bool:
+        return (self.folder / "summary.json").exists()
+
+    def rows(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
+
+    def train(self) -> bool:
+        """In a process of its own; what it prints goes to log.txt. Whether it came to the end."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "log.txt", "a") as log:
+            one_core = os.environ | {"OMP_NUM_THREADS": "1"}
+            output = {"stdout": log, "stderr": subprocess.STDOUT}
+            subprocess.run(self.command(), cwd=ROOT, env=one_core, check=False, **output)
+        return self.done()
+
+
+# ---- Which runs ----------------------------------------------------------------------------------
+def sweep(regime: str, method: str, seeds=SWEEP_SEEDS) -> list[Run]:
+    return [Run(regime, method, rate, seed, False) for rate in RATES for seed in seeds]
+
+
+def best_rate(regime: str, method: str, seeds=SWEEP_SEEDS) -> str | None:
+    """The learning rate with the highest mean reward in training; None before the sweep is done."""
+    runs = sweep(regime, method, seeds)
+    if not all(run.done() for run in runs):
+        return None
+    rewards = {rate: [] for rate in RATES}
+    for run in runs:
+        rewards[run.rate] += [row["reward"] for row in run.rows() if "reward" in row]
+    return max(rewards, key=lambda rate: np.mean(rewards[rate]))
+
+
+def curves(regime: str, method: str) -> list[Run]:
+    """Runs of the last stage, once their learning rate is known."""
+    rate = best_rate(regime, method)
+    return [Run(regime, method, rate, seed, True) for seed in METHODS[method].seeds if rate]
+
+
+def plan(stage: str, regimes: list[str]) -> list[Run]:
+    """Runs of a stage. Seeds are outermost: an early stop leaves whole tables."""
+    names = [UNIFORM, ORACLE] if stage == "control" else list(METHODS)
+    pairs = [(r, n) for r in regimes for n in names if r in METHODS[n].regimes]
+    stages = {"sweep": [sweep], "curves": [curves], "control": [sweep, curves]}[stage]
+    runs = [run for make in stages for pair in pairs for run in make(*pair)]
+    return sorted(runs, key=lambda run: (run.held_out, run.seed))
+
+
+def train_all(runs: list[Run], processes: int) -> None:
+    """What is missing, with progress and the time that is left."""
+    todo, began, failed = [run for run in runs if not run.done()], time.time(), []
+    print(f"{len(runs)} runs, {len(runs) - len(todo)} done", flush=True)
+    with ThreadPoolExecutor(processes) as pool:
+        futures = {pool.submit(run.train): run for run in todo}
+        for done, future in enumerate(as_completed(futures), start=1):
+            run, left = futures[future], (time.time() - began) / done * (len(todo) - done) / 60
+            failed += [] if future.result() else [run.folder / "log.txt"]
+            print(f"[{done}/{len(todo)}] {run.folder.name}; {left:.0f} min left", flush=True)
+    if failed:
+        sys.exit(f"learning_curves.py: {len(failed)} runs failed, see {failed[0]}")
+
+
+# ---- Figures from runs ---------------------------------------------------------------------------
+def held_out_curve(run: Run) -> np.ndarray:
+    """Sampled accuracy at the beginning and after every EVERY rollouts."""
+    return np.array([row["eval"]["sampled_accuracy"] for row in run.rows() if row.get("eval")])
+
+
+def passed_tokens(run: Run) -> tuple[float, float]:
+    """Tokens sampled, and tokens through the model in all: sampled, scored (with the base where the
+    method needs it), OAR's probes, forward and backward in every update."""
+    rows = [row for row in run.rows() if "reward" in row]
+    sampled = sum(row["rollout_tokens"] for row in rows if row["seconds_rollout"] > 0)
+    needs_base = any(word in run.method for word in ("arca",))
+    probes = sum(row.get("credit_forward_tokens", 0) for row in rows if row["seconds_rollout"] > 0)
+    return sampled, (4 + needs_base) * sampled + 1.5 * probes
+
+
+def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95% percentile bootstrap of a mean."""
+    drawn = np.random.default_rng(seed).integers(len(values), size=(10_000, len(values)))
+    return tuple(np.percentile(values[drawn].mean(1), [2.5, 97.5]))
+
+
+def share_needed(curve: np.ndarray, target: float) -> float:
+    """The share of the rollouts after which a curve first reaches a value; inf if never."""
+    for i in range(1, len(curve)):
+        if curve[i] >= target:
+            part = (target - curve[i - 1]) / (curve[i] - curve[i - 1]) if i else 0.0
+            return (i - 1 + max(part, 0.0)) / (len(curve) - 1)
+    return float("inf")
+
+
+def tabulate(regimes: list[str]) -> tuple[list[dict], dict]:
+    """A row a method, and (regime, method) -> curves by seed of the runs that are done."""
+    found, rows = {}, []
+    for regime in regimes:
+        for name, method in METHODS.items():
+            runs = [run for run in curves(regime, name) if run.done()]
+            if regime in method.regimes and runs:
+                found[regime, name] = {run.seed: held_out_curve(run) for run in runs}
+                rows.append({"regime": regime, "method": name, "rate": runs[0].rate})
+                tokens = np.mean([passed_tokens(run) for run in runs], 0)
+                rows[-1] |= {"tokens_sampled": int(tokens[0]), "tokens_passed": int(tokens[1])}
+    for row in rows:
+        own, uniform = (found.get((row["regime"], x), {}) for x in (row["method"], UNIFORM))
+        seeds = sorted(own.keys() & uniform.keys())
+        row["seeds"] = len(seeds)
+        for key, value in (
+            ("area", lambda c: (c[1:] + c[:-1]).mean() / 2),
+            ("end", lambda c: c[-1]),
+        ):
+            a, b = (np.array([value(curve[seed]) for seed in seeds]) for curve in (own, uniform))
+            if len(seeds):
+                low, high = interval(a - b)
+                row |= {key: a.mean(), f"{key}_more": (a - b).mean()}
+                row |= {f"{key}_low": low, f"{key}_high": high}
+        if len(seeds):
+            means = [np.mean([curve[seed] for seed in seeds], 0) for curve in (own, uniform)]
+            row["share_of_rollouts"] = share_needed(means[0], means[1][-1])
+    return rows, found
+
+
+def draw(rows: list[dict], found: dict, path: Path) -> None:
+    """Left, mean held-out curves; right, area and end over uniform's with intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    regimes = list(dict.fromkeys(row["regime"] for row in rows))
+    figure, panels = plt.subplots(len(regimes), 2, figsize=(12, 4.2 * len(regimes)), squeeze=False)
+    colours = dict(zip(METHODS, plt.get_cmap("tab10").colors))
+    for (left, right), regime in zip(panels, regimes):
+        here = [row for row in rows if row["regime"] == regime and row["seeds"]]
+        for place, row in enumerate(here):
+            name = row["method"]
+            mean = np.mean(list(found[regime, name].values()), 0)
+            rollouts, dashes = np.arange(len(mean)) * EVERY, ":" if name == ORACLE else "-"
+            style = {"color": colours[name], "linestyle": dashes}
+            left.plot(rollouts, mean, label=f"{name} ({row['seeds']} seeds)", **style)
+            for key, marker, shift in (("area", "o", -0.15), ("end", "s", 0.15)):
+                ends, y = [row[f"{key}_low"], row[f"{key}_high"]], place + shift
+                right.plot(ends, [y] * 2, color=colours[name], linewidth=2, alpha=0.5)
+                right.plot(row[f"{key}_more"], y, marker, color=colours[name], markersize=5)
+        left.set_title(f"Held-out accuracy, {regime} a rollout", loc="left", fontweight="bold")
+        left.set_xlabel("rollouts of 32 completions")
+        left.legend(frameon=False, fontsize=8)
+        right.axvline(0, color="#888888", linewidth=1)
+        right.set_yticks(range(len(here)), [row["method"] for row in here], fontsize=8)
+        right.invert_yaxis()
+        right.set_title("Over uniform: area (dot) and end (square)", loc="left", fontweight="bold")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with open(path, "w", newline="") as file:
+        lines = csv.DictWriter(file, names)
+        lines.writeheader()
+        for row in rows:
+            shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
+            lines.writerow(shown)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stage", choices=("control", "sweep", "curves"), help="default: all")
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--list", action="store_true", help="say what there is to do, and stop")
+    parser.add_argument("--draw", action="store_true", help="train nothing more")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/learning_curves")
+    args = parser.parse_args()
+    for stage in [args.stage] if args.stage else ["control", "sweep", "curves"]:
+        for _ in range(2 if stage == "control" else 1):  # its curves need its sweep
+            runs = plan(stage, args.regimes)
+            if args.list:
+                print(
+                    *(f"{'done' if r.done() else '    '} {r.folder.name}" for r in runs), sep="\n"
+                )
+            elif not args.draw:
+                train_all(runs, args.processes)
+    rows, found = tabulate(args.regimes)
+    if args.list or not found:
+        return
+    write(args.output.with_suffix(".csv"), rows)
+    points = [
+        {"regime": regime, "method": name, "seed": seed, "accuracies": " ".join(map(str, curve))}
+        for (regime, name), by_seed in found.items()
+        for seed, curve in by_seed.items()
+    ]
+    write(args.output.with_name(args.output.name + "_runs.csv"), points)
+    draw(rows, found, args.output.with_suffix(".png"))
+    for row in rows:
+        print(*(f"{x:.3f}" if isinstance(x, float) else x for x in row.values()), sep="  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""grpo_arca.py with exact credit: GRPO where each step's advantage is the change of its value.
+
+    python results/value_oracle.py --seed 1 --output_dir runs/oracle      # grpo_arca.py's flags
+
+What a credit method could reach on the embedded task if it knew everything. Every rollout's steps
+are valued by 16 continuations from each claim that a sample reached (step_values.py), which are not
+counted in its tokens: this is a measuring stick, not a method.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "results")]
+
+import torch
+from step_values import read_rollout, step_advantages, step_values
+
+import grpo_arca as trainer
+
+CONTINUATIONS = 16
+sample_and_grade = trainer.collect
+
+
+def collect(run, data: tuple, metrics: dict) -> tuple:
+    """A rollout with signed advantages of tokens as its credit."""
+    micros, problem_of = sample_and_grade(run, data, metrics)
+    solutions = read_rollout(run, micros, problem_of)
+    values = step_values(trainer, run, data, solutions, problem_of, CONTINUATIONS)
+    for micro in micros:
+        size = run.args.num_generations
+        micro.credit = step_advantages(solutions, values, micro, size, whole=False)
+        micro.advantages = torch.ones_like(micro.advantages)
+    return micros, problem_of
+
+
+def assign_credit(run, micros: list, metrics: dict) -> None:
+    """`collect` has done it; for the pages each token weighs the same."""
+    for micro in micros:
+        micro.weights = micro.mask.float()
+
+
+if __name__ == "__main__":
+    trainer.collect, trainer.assign_credit = collect, assign_credit
+    sys.argv += ["--credit", "uniform"]  # whose objective is A * credit, too
+    trainer.main()

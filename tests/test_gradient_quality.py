@@ -1,0 +1,204 @@
+"""results/gradient_quality.py and step_values.py: the instrument against what is known by hand."""
+
+import csv
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "results"))
+
+import gradient_quality as instrument
+import step_values
+
+import grpo_arca as trainer
+from common.data import Problem, encode_prompt
+
+PROBLEM = Problem("Start with 23, add 19, subtract 2, double it.", "80", (42, 40, 80))
+
+
+def tokens_of(run, text: str) -> list[int]:
+    return [*run.tokenizer(text).input_ids, run.tokenizer.eos_token_id]
+
+
+def words(run, ids: list[int], spans: list[range]) -> list[str]:
+    return [run.tokenizer.decode(ids[span.start : span.stop]) for span in spans]
+
+
+# ---- The statistics ------------------------------------------------------------------------------
+def test_pair_means_are_those_of_two_loops():
+    rng = np.random.default_rng(0)
+    own, other = rng.normal(size=(2, 5, 3))
+    weights = np.array([[1, 1, 1, 1, 1], [2, 0, 3, 0, 0]])
+    for row, found in zip(weights, instrument.pair_mean(own @ other.T, weights), strict=True):
+        drawn = np.repeat(np.arange(5), row)
+        pairs = [(i, j) for i in drawn for j in drawn if i != j]
+        assert found == pytest.approx(np.mean([own[i] @ other[j] for i, j in pairs]))
+
+
+def made_gradients(count=400, size=300) -> dict[str, np.ndarray]:
+    """Uniform: mean of length 1 and total variance 4. Others by name."""
+    rng, mean = np.random.default_rng(1), np.zeros(size)
+    mean[0] = 1.0
+    noise = lambda: rng.normal(size=(count, size)) * (4 / size) ** 0.5  # noqa: E731
+    turned = np.zeros(size)
+    turned[:2] = 0.6, 0.8
+    return {
+        instrument.UNIFORM: mean + noise(),
+        "same": mean + noise(),
+        "half the noise": mean + noise() / 2**0.5,
+        "scaled": 7 * (mean + noise()),
+        "turned": turned + noise(),
+    }
+
+
+def test_worth_bias_and_cosine_of_gradients_made_to_measure():
+    rows = {row["method"]: row for row in instrument.figures(made_gradients())}
+    expected = {"same": (1, 1), "half the noise": (2, 1), "scaled": (1, 1), "turned": (1, 0.6)}
+    assert rows[instrument.UNIFORM]["snr"] == pytest.approx(0.25, rel=0.1)
+    assert rows[instrument.UNIFORM]["worth"] == 1
+    for name, (worth, bias) in expected.items():
+        row = rows[name]
+        assert row["worth"] == pytest.approx(worth, rel=0.15), name
+        assert row["bias"] == pytest.approx(bias, abs=0.05), name
+        assert row["worth_low"] <= worth <= row["worth_high"], name
+        assert row["worth_low"] < row["worth"] < row["worth_high"], name
+    # One batch has length sqrt(1 + 4), of which 1 points along the mean.
+    assert rows["same"]["cosine"] == pytest.approx(5**-0.5, abs=0.03)
+
+
+# ---- Exact values --------------------------------------------------------------------------------
+def test_a_right_solution_is_cut_at_its_claims(make_run):
+    run = make_run()
+    text = "We begin at 23. Adding 19 gives 42. Minus 2 makes 40. Doubling it gives 80. "
+    ids = tokens_of(run, text + "So the answer is \\boxed{80}.")
+    solution = step_values.read_solution(run.tokenizer, ids, PROBLEM)
+    assert solution.right == 4
+    assert words(run, ids, solution.results) == ["42", "40", "80", "80"]
+    assert [len(span) for span in solution.results] == [2, 2, 2, 2]
+    assert words(run, ids, solution.steps[:1]) == ["We begin at 23. Adding 19 gives 42"]
+    ends = [run.tokenizer.decode(prefix).rstrip()[-4:] for prefix in solution.prefixes]
+    assert ends == ["", " 42.", " 40.", " 80."]
+
+
+def test_a_wrong_solution_ends_at_its_first_wrong_token(make_run):
+    run = make_run()
+    ids = tokens_of(run, "We begin at 23. Adding 19 gives 42. Minus 2 makes 41. Then 82.")
+    solution = step_values.read_solution(run.tokenizer, ids, PROBLEM)
+    assert solution.right == 1
+    assert words(run, ids, solution.results) == ["42", "1"]
+    assert words(run, ids, solution.steps[1:]) == [". Minus 2 makes 41"]
+    assert len(solution.prefixes) == 2  # none after a wrong claim
+
+
+@pytest.mark.parametrize("text", ["", "80", "\\boxed{80}", "We begin at 23. Adding 19 gives 4", "..."])
+def test_any_text_can_be_cut(make_run, text):
+    run = make_run()
+    ids = tokens_of(run, text)
+    solution = step_values.read_solution(run.tokenizer, ids, PROBLEM)
+    assert solution.right == 0 and len(solution.results) == 1
+    assert 0 <= solution.results[0].start < len(ids)
+    assert solution.prefixes == [[]]
+
+
+def test_advantages_by_hand(make_run):
+    run = make_run()
+    text = "We begin at 23. Adding 19 gives 42. Minus 2 makes 41."
+    ids = tokens_of(run, text)
+    solution = step_values.read_solution(run.tokenizer, ids, PROBLEM)
+    mask = torch.ones(1, len(ids) + 2, dtype=torch.bool)
+    micro = trainer.Batch(torch.tensor([3]), 0, None, mask, None, None)
+    values = {0: [0.5, 0.8, 0.9, 0.9, 1.0]}
+    for whole in (False, True):
+        found = step_values.step_advantages({3: solution}, values, micro, 4, whole)[0]
+        assert found[solution.results[0].start] == pytest.approx((0.8 - 0.5) / 0.5)
+        assert found[solution.results[1].start] == pytest.approx(-0.8 / 0.5)
+        assert (found != 0).sum() == (solution.steps[1].stop if whole else 3)
+        assert found[solution.results[1].stop :].eq(0).all()  # nothing after the first error
+
+
+@pytest.mark.slow
+def test_values_are_success_rates(make_run):
+    """Of the problem itself and of a right prefix, against 1,024 samples of each."""
+    run = make_run(adapter=0.0, num_generations=4, max_completion_length=80)
+    prompt = encode_prompt(run.tokenizer, PROBLEM.prompt)
+    start = "We begin at 23. Adding 19 gives 42. "
+    with run.grader:
+        rates = []
+        for ids in ([], tokens_of(run, start)[:-1]):
+            rows = torch.arange(1024)
+            u = trainer.row_uniforms(run.args, "test", 0, rows, 80)
+            batch = trainer.sample(run, rows, [prompt + ids] * 1024, u)
+            texts = step_values.completions_of(run, batch)[0]
+            found = [step_values.read_solution(run.tokenizer, ids + x, PROBLEM) for x in texts]
+            rates.append(sum(solution.right == 4 for solution in found) / 1024)
+        whole = tokens_of(run, start + "Minus 2 makes 40. Then doubling it gives 80. ")
+        solution = step_values.read_solution(run.tokenizer, whole, PROBLEM)
+        solutions, problem_of = dict.fromkeys(range(4), solution), dict.fromkeys(range(4), PROBLEM)
+        data = ([PROBLEM], [prompt])
+        values = step_values.step_values(trainer, run, data, solutions, problem_of, 512)[0]
+    assert 0.1 < rates[0] < rates[1] < 0.9  # else it would show nothing
+    assert values[0] == pytest.approx(rates[0], abs=0.08)
+    assert values[1] == pytest.approx(rates[1], abs=0.08)
+    assert values[4] == 1
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+def test_gradients_are_the_trainers(make_run):
+    """Against backward through policy_loss, as `update` does it."""
+    run = make_run(credit="arca", num_generations=4, max_completion_length=60)
+    data = ([PROBLEM] * 2, [encode_prompt(run.tokenizer, PROBLEM.prompt)] * 2)
+    with run.grader:
+        micros, _ = trainer.collect(run, data, {})
+    micros[0].advantages = torch.tensor([1.0, -2.0, 0.0, 0.5, -0.5, 0.0, 1.5, 1.0])
+    trainer.score(run, micros, {})
+    coefficients = instrument.token_coefficients(trainer, run.args, micros)
+    methods = {"arca": coefficients, "again": coefficients}
+    found = instrument.gradients(run, micros, methods | {"none": [torch.zeros_like(coefficients[0])]})
+    logp = trainer.training_forward(run, micros[0])
+    scale = trainer.token_scale(run.args, micros[0].loss_mask, 8, 0)
+    trainer.policy_loss(run.args, micros[0], logp, logp.detach(), scale)[0].backward()
+    grads = [p.grad.flatten() for p in run.model.parameters() if p.requires_grad]
+    torch.testing.assert_close(found["arca"], torch.cat(grads), rtol=1e-4, atol=1e-7)
+    assert torch.equal(found["arca"], found["again"]) and not found["none"].any()
+
+
+def test_only_wrong_leaves_right_completions_alone(make_run):
+    run = make_run(credit="surprisal", num_generations=4, max_completion_length=60)
+    data = ([PROBLEM] * 2, [encode_prompt(run.tokenizer, PROBLEM.prompt)] * 2)
+    with run.grader:
+        micros, _ = trainer.collect(run, data, {})
+    micros[0].advantages = torch.tensor([1.0, -2.0, 0.0, 0.5, -0.5, 0.0, 1.5, 1.0])
+    with torch.no_grad():
+        stats = [(run.policy(micros[0], with_entropy=True), None)]
+    method = instrument.Method("grpo_arca", "", only_wrong=True)
+    own = instrument.credited(method, trainer, run, micros, stats)[0]
+    all_rows = instrument.credited(replace_flag(method), trainer, run, micros, stats)[0]
+    wrong = micros[0].advantages < 0
+    assert torch.equal(own.credit[wrong], all_rows.credit[wrong])
+    assert torch.equal(own.credit[~wrong], micros[0].mask[~wrong].float())
+    assert not torch.equal(own.credit, all_rows.credit)
+
+
+def replace_flag(method):
+    return method._replace(only_wrong=False)
+
+
+@pytest.mark.slow
+def test_the_instrument_end_to_end(tmp_path):
+    """Four batches: what must be equal is, the null test holds, and files are there."""
+    command = [sys.executable, ROOT / "results/gradient_quality.py", "--settings", "4-start"]
+    command += ["--batches", "4", "--folder", tmp_path, "--output", tmp_path / "quality"]
+    subprocess.run(command, check=True, capture_output=True)
+    rows = {row["method"]: row for row in csv.DictReader((tmp_path / "quality.csv").open())}
+    assert set(rows) == {*instrument.METHODS, *instrument.ORACLES, instrument.NULL}
+    for name in ("gspo", "arca", "divergence"):  # before the first update
+        assert float(rows[name]["worth"]) == pytest.approx(1) and float(rows[name]["bias"]) == 1
+    null = rows[instrument.NULL]
+    assert float(null["worth_low"]) < 1 < float(null["worth_high"])
+    assert (tmp_path / "quality.png").stat().st_size > 20_000

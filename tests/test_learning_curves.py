@@ -1,0 +1,88 @@
+"""results/learning_curves.py: its statistics by hand, and the study in small."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "results"))
+
+import learning_curves as study
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Two methods and the oracle, two learning rates, two rollouts."""
+    methods = {name: study.METHODS[name] for name in (study.UNIFORM, study.ORACLE, "oar_g")}
+    methods = {name: x._replace(seeds=(1, 2)) for name, x in methods.items()}
+    monkeypatch.setattr(study, "METHODS", methods)
+    monkeypatch.setattr(study, "RATES", ("0.002", "0.004"))
+    monkeypatch.setattr(study, "ROLLOUTS", 2)
+    monkeypatch.setattr(study, "EVERY", 1)
+    monkeypatch.setattr(study, "FOLDER", tmp_path)
+
+
+def write_run(run: study.Run, rewards: list[float], curve: list[float]) -> None:
+    run.folder.mkdir(parents=True)
+    rows = [{"reward": reward, "rollout_tokens": 100, "seconds_rollout": 1} for reward in rewards]
+    rows += [{"eval": {"sampled_accuracy": value}} for value in curve]
+    (run.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (run.folder / "summary.json").write_text("{}")
+
+
+def test_the_share_of_rollouts_by_hand():
+    curve = np.array([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert study.share_needed(curve, 0.6) == pytest.approx(0.5)
+    assert study.share_needed(curve, 0.7) == pytest.approx(0.625)
+    assert study.share_needed(curve, 1.1) == float("inf")
+    assert study.share_needed(curve, 0.1) == 0
+
+
+def test_an_interval_holds_the_mean_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    ends = [study.interval(rng.normal(size=30), seed) for seed in range(200)]
+    assert 0.88 < np.mean([low < 0 < high for low, high in ends]) < 0.98
+
+
+def test_the_sweep_chooses_by_training_reward_and_the_table_is_paired(small):
+    for regime in study.REGIMES:
+        for name in study.METHODS:
+            assert study.curves(regime, name) == []  # before the sweep nothing is known
+    for run in study.plan("sweep", ["one update"]):
+        write_run(run, [0.5, 0.7 if run.rate == "0.004" else 0.6], [0.9, 0.9])
+    better = {study.UNIFORM: 0.0, study.ORACLE: 0.2, "oar_g": -0.1}
+    for run in study.plan("curves", ["one update"]):
+        assert run.rate == "0.004"
+        start = 0.3 + 0.1 * run.seed  # seeds differ more than methods do
+        write_run(run, [0.5], [0.2, start + better[run.method]])
+    rows = {row["method"]: row for row in study.tabulate(["one update"])[0]}
+    for name, more in better.items():
+        row = rows[name]
+        assert row["seeds"] == 2 and row["end_more"] == pytest.approx(more)
+        assert row["area_more"] == pytest.approx(more / 2)  # of one trapezium
+        assert row["end_low"] == pytest.approx(more) == pytest.approx(row["end_high"])
+    assert rows[study.UNIFORM]["share_of_rollouts"] == 1
+    assert rows[study.ORACLE]["share_of_rollouts"] == pytest.approx(0.25 / 0.45)
+    assert rows["oar_g"]["share_of_rollouts"] == float("inf")
+
+
+@pytest.mark.slow
+def test_the_study_end_to_end(small, monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(study, "RATES", ("0.004",))
+    monkeypatch.setattr(study, "SWEEP_SEEDS", (101,))
+    command = ["learning_curves.py", "--regimes", "one update", "--output", str(tmp_path / "c")]
+    monkeypatch.setattr(sys, "argv", command)
+    study.main()
+    rows = list(csv.DictReader((tmp_path / "c.csv").open()))
+    assert [row["method"] for row in rows] == [study.UNIFORM, study.ORACLE, "oar_g"]
+    assert {row["seeds"] for row in rows} == {"2"} and float(rows[0]["end_more"]) == 0
+    assert float(rows[2]["tokens_passed"]) > float(rows[0]["tokens_passed"])
+    assert len((tmp_path / "c_runs.csv").read_text().splitlines()) == 7
+    assert (tmp_path / "c.png").stat().st_size > 20_000
+    capfd.readouterr()
+    study.main()  # everything is there
+    assert "6 runs, 6 done" in capfd.readouterr().out
