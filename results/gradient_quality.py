@@ -3,6 +3,8 @@
     python results/gradient_quality.py              # all that is missing, on every core; resumes
     python results/gradient_quality.py --settings 8 --batches 4   # a part, or fewer batches
     python results/gradient_quality.py --draw       # table and figure of what is there
+    python results/gradient_quality.py --folder runs/quick --batches 4 --settings 4-start -- \
+        --per_device_train_batch_size 8             # in small; flags of grpo_arca.py
 
 A credit method turns a batch of 128 completions into a gradient of the adapter. Here every method
 gets the same batches, at the same policy, so that their gradients can be compared:
@@ -70,9 +72,9 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "4-start": Setting("3-4 operations, untrained", [], 0, 24),
-    "4-middle": Setting("3-4 operations, step 15", [], 15, 16),
+    "4-middle": Setting("3-4 operations, step 15", [], 15, 12),
     "4-end": Setting("3-4 operations, step 45", [], 45, 32),
-    "6": Setting("6 operations, untrained", [*LONG, "--dataset_config", "6"], 0, 16),
+    "6": Setting("6 operations, untrained", [*LONG, "--dataset_config", "6"], 0, 12),
     "8": Setting("8 operations, untrained", [*LONG, "--dataset_config", "8"], 0, 24),
 }
 
@@ -102,18 +104,19 @@ METHODS = {
     "surprisal, wrong only": Method("grpo_arca", "--credit surprisal", only_wrong=True),
 }
 ORACLES = (
-    "oracle: steps' digits", "oracle: whole steps", "oracle: first wrong token", "oracle: digits",
+    "oracle: step values", "oracle: on whole steps", "oracle: first wrong token", "oracle: digits",
 )  # fmt: skip
 UNIFORM, NULL = "uniform (GRPO)", "other samples"
+EVERYTHING = {*METHODS, *ORACLES, NULL, "reward"}  # of a batch
 KEYS = ("worth", "bias", "cosine")
 
 
 # ---- Gradients: what the processes compute -------------------------------------------------------
 @cache
-def prepare(name: str, folder: Path):
+def prepare(name: str, folder: Path, flags: tuple[str, ...]):
     """A run at a setting's policy, and the problems that it draws from."""
     setting = SETTINGS[name]
-    args = trainer.parse_args([*SEED, *setting.flags])
+    args = trainer.parse_args([*SEED, *setting.flags, *flags])
     tokenizer, data, _ = load_data(args)
     run = trainer.build_run(args, tokenizer)
     if setting.step:
@@ -193,9 +196,11 @@ def gradients(run, micros: list, methods: dict[str, list[Tensor]]) -> dict[str, 
     return sums
 
 
-def measure(name: str, batch: int, folder: Path) -> None:
+def measure(name: str, batch: int, folder: Path, flags: tuple[str, ...]) -> None:
     """All methods' gradients of one batch, into a file."""
-    run, data = prepare(name, folder)
+    path = folder / name / f"{batch}.pt"
+    found, run, data = load(path), *prepare(name, folder, flags)
+    flags = (*SEED, *SETTINGS[name].flags, *flags)
     run.rollout = batch
     micros, problem_of = trainer.collect(run, data, {})
     stats = []
@@ -208,30 +213,32 @@ def measure(name: str, batch: int, folder: Path) -> None:
             micro.logp, micro.entropy = adapted.logp, adapted.entropy
     methods = {}
     for method_name, method in METHODS.items():
+        if method_name in found:
+            continue
         module = importlib.import_module(method.script)
-        args = module.parse_args([*SEED, *SETTINGS[name].flags, *method.flags.split()])
+        args = module.parse_args([*flags, *method.flags.split()])
         copies = credited(method, module, replace(run, args=args), micros, stats)
         methods[method_name] = token_coefficients(module, args, copies)
-    args = trainer.parse_args([*SEED, *SETTINGS[name].flags, "--credit", "uniform"])
-    for oracle, copies in oracle_credits(run, data, micros, problem_of).items():
-        methods[oracle] = token_coefficients(trainer, args, copies)
-    found = gradients(run, micros, methods)
-    run.rollout = 1_000_000 + batch
-    others, _ = trainer.collect(run, data, {})
-    for micro in others:
-        micro.credit = micro.mask.float()
-    found |= gradients(run, others, {NULL: token_coefficients(trainer, args, others)})
-    reward = sum(float(micro.rewards.sum()) for micro in micros) / len(problem_of)
-    path = folder / name / f"{batch}.pt"
+    args = trainer.parse_args([*flags, "--credit", "uniform"])
+    if not {*ORACLES} <= found.keys():
+        for oracle, copies in oracle_credits(run, data, micros, problem_of).items():
+            methods[oracle] = token_coefficients(trainer, args, copies)
+    found |= gradients(run, micros, methods)
+    if NULL not in found:
+        run.rollout = 1_000_000 + batch
+        others, _ = trainer.collect(run, data, {})
+        for micro in others:
+            micro.credit = micro.mask.float()
+        found |= gradients(run, others, {NULL: token_coefficients(trainer, args, others)})
+    found["reward"] = sum(micro.rewards.sum() for micro in micros) / len(problem_of)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"reward": reward, "gradients": found}, path.with_suffix(".partial"))
+    torch.save(found, path.with_suffix(".partial"))
     path.with_suffix(".partial").rename(path)
 
 
-def load(path: Path) -> dict | None:
-    """A batch's file, if it is whole and of the present methods."""
-    found = torch.load(path, mmap=True) if path.exists() else {"gradients": ()}
-    return found if {*METHODS, *ORACLES, NULL} <= {*found["gradients"]} else None
+def load(path: Path) -> dict[str, Tensor]:
+    """What has been measured of a batch: gradients by method, and the mean reward."""
+    return torch.load(path, mmap=True) if path.exists() else {}
 
 
 def train_policies(folder: Path) -> None:
@@ -242,7 +249,7 @@ def train_policies(folder: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
 
 
-def task(job: tuple[str, int, Path]) -> str:
+def task(job: tuple) -> str:
     """A process's work. Returns the name of the setting."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -252,7 +259,7 @@ def task(job: tuple[str, int, Path]) -> str:
     return job[0]
 
 
-def measure_all(jobs: list[tuple[str, int, Path]], processes: int) -> None:
+def measure_all(jobs: list[tuple], processes: int) -> None:
     """Runs the jobs, with progress and the time that is left."""
     began = time.time()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -266,8 +273,9 @@ def pair_mean(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Means over pairs of different batches [D] of their inner products [N, N]; a batch counts as
     often as each of the D draws [D, N] has it, and never with itself."""
     apart = products - np.diag(np.diag(products))
-    pairs = weights.sum(1) ** 2 - (weights**2).sum(1)
-    return np.einsum("di,ij,dj->d", weights, apart, weights) / pairs
+    pairs = weights.sum(1) ** 2 - (weights**2).sum(1)  # 0 if a draw has one batch alone
+    with np.errstate(invalid="ignore"):
+        return np.einsum("di,ij,dj->d", weights, apart, weights) / pairs
 
 
 def snr(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -297,7 +305,7 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict]:
         cosine = weights @ cosines / count
         row = {"method": name, "snr": snr(products, weights)[0]}
         for key, values in (("worth", worth), ("bias", cross / norms**0.5), ("cosine", cosine)):
-            low, high = np.percentile(values[1:], [2.5, 97.5])
+            low, high = np.nanpercentile(values[1:], [2.5, 97.5])
             row |= {key: values[0], f"{key}_low": low, f"{key}_high": high}
         rows.append(row)
     return rows
@@ -306,14 +314,14 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict]:
 def tabulate(name: str, folder: Path) -> list[dict]:
     """The figures of a setting, from the batches that are there."""
     found = [load(folder / name / f"{batch}.pt") for batch in range(SETTINGS[name].batches)]
-    found = [file for file in found if file]
+    found = [file for file in found if EVERYTHING <= file.keys()]
     if len(found) < 4:
         return []
     stacked = {
-        method: torch.stack([file["gradients"][method] for file in found]).double().numpy()
+        method: torch.stack([file[method] for file in found]).double().numpy()
         for method in (*METHODS, *ORACLES, NULL)
     }
-    reward = sum(file["reward"] for file in found) / len(found)
+    reward = float(sum(file["reward"] for file in found)) / len(found)
     about = {"setting": SETTINGS[name].title, "batches": len(found), "reward": reward}
     return [about | row for row in figures(stacked)]
 
@@ -345,7 +353,7 @@ def draw(rows: list[dict], path: Path) -> None:
             filled = colour if row["bias_low"] > 0.9 else "white"  # hollow: it may point elsewhere
             axes.plot(row["worth"], place, "o", color=colour, markerfacecolor=filled)
         axes.set_xscale("log")
-        axes.set_xticks([0.1, 0.25, 0.5, 1, 2, 4], ["0.1", "¼", "½", "1", "2", "4"])
+        axes.set_xticks([0.125, 0.25, 0.5, 1, 2, 4], ["⅛", "¼", "½", "1", "2", "4"])
         axes.set_xlim(0.08, 6)
         axes.minorticks_off()
         reward = next(iter(of.values()))["reward"]
@@ -354,7 +362,8 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     np.atleast_1d(panels)[0].set_yticks(range(len(names)), names, fontsize=9)
     figure.supxlabel(
-        "worth: completions under uniform credit (GRPO) that one completion under this is worth",
+        "worth: how many completions under uniform credit (GRPO) one is worth, with 95% interval\n"
+        "(hollow: the mean gradient may be more than 25 degrees off the policy gradient)",
         fontsize=9,
     )
     figure.tight_layout()
@@ -382,17 +391,19 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="measure nothing more")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/gradient_quality")
     parser.add_argument("--output", type=Path, default=ROOT / "results/gradient_quality")
-    args = parser.parse_args()
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:split])
+    args.flags = sys.argv[split + 1 :]
     policies = args.folder / POLICIES
     if not args.draw:
         trained = any(SETTINGS[name].step for name in args.settings)
         if trained and not (policies / "summary.json").exists():
             train_policies(policies)
         jobs = [
-            (name, batch, args.folder)
+            (name, batch, args.folder, tuple(args.flags))
             for name in args.settings
             for batch in range(args.batches or SETTINGS[name].batches)
-            if not load(args.folder / name / f"{batch}.pt")
+            if not EVERYTHING <= load(args.folder / name / f"{batch}.pt").keys()
         ]
         measure_all(jobs, args.processes)
     rows = [row for name in args.settings for row in tabulate(name, args.folder)]

@@ -6,8 +6,8 @@
     python results/learning_curves.py --draw        # table and figure of what is there
 
 Worth (gradient_quality.py) can only show where noise is what limits learning. So rollouts are
-small: 32 completions of 4 problems, on chains of 3 or 4 operations, for 50 rollouts, with one
-update a rollout or with four. Stages:
+small: 16 completions of 2 problems, on chains of 8 operations (where exact credit is worth most),
+for 40 rollouts, with one update a rollout or with two. Stages:
 
     control   uniform credit and the value oracle (value_oracle.py), all learning rates and seeds
     sweep     each method at each learning rate on seeds 101 and 102; the best mean reward in
@@ -36,10 +36,14 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs/learning_curves"
-ROLLOUTS, EVERY = 50, 10
-RATES = ("0.002", "0.004", "0.008")
+ROLLOUTS, COMPLETIONS, EVERY = 40, 16, 10
+RATES = ("0.002", "0.004")
 SWEEP_SEEDS, SEEDS, FEWER = (101, 102), tuple(range(1, 9)), tuple(range(1, 4))
-REGIMES = {"one update": 1, "four updates": 4}  # of 32 / updates completions, for each rollout
+REGIMES = {"one update": 1, "two updates": 2}  # of COMPLETIONS / updates, for each rollout
+TASK = [
+    "--model_name_or_path", str(ROOT / "common/long_policy"), "--dataset_config", "8",
+    "--max_completion_length", "160",
+]  # fmt: skip
 
 
 class Method(NamedTuple):
@@ -59,7 +63,7 @@ METHODS = {
     "oar_p": Method("grpo_oar.py", "--credit oar_p", FEWER),
     "s_trace": Method("grpo_strace.py", "--credit s_trace"),
     "p_trace": Method("grpo_strace.py", "--credit p_trace"),
-    "gspo": Method("grpo_strace.py", "--credit gspo", SEEDS, ("four updates",)),  # else uniform
+    "gspo": Method("grpo_strace.py", "--credit gspo", SEEDS, ("two updates",)),  # else uniform
 }
 UNIFORM, ORACLE = "uniform (GRPO)", "value oracle"
 
@@ -81,14 +85,14 @@ class Run(NamedTuple):
         updates, method = REGIMES[self.regime], METHODS[self.method]
         flags = {
             "learning_rate": self.rate, "seed": self.seed, "output_dir": self.folder,
-            "per_device_train_batch_size": 32 // updates, "steps_per_generation": updates,
+            "per_device_train_batch_size": COMPLETIONS // updates, "steps_per_generation": updates,
             "gradient_accumulation_steps": 1, "max_steps": ROLLOUTS * updates,
             "eval_steps": EVERY * updates if self.held_out else 0,
             "max_eval_samples": 100 if self.held_out else 1, "warmup_steps": 3 * updates,
             "resume_from_checkpoint": "latest",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
-        return [sys.executable, str(ROOT / method.script), *method.flags.split(), *words]
+        return [sys.executable, str(ROOT / method.script), *TASK, *method.flags.split(), *words]
 
     def done(self) -> bool:
         return (self.folder / "summary.json").exists()
@@ -235,7 +239,7 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
                 right.plot(ends, [y] * 2, color=colours[name], linewidth=2, alpha=0.5)
                 right.plot(row[f"{key}_more"], y, marker, color=colours[name], markersize=5)
         left.set_title(f"Held-out accuracy, {regime} a rollout", loc="left", fontweight="bold")
-        left.set_xlabel("rollouts of 32 completions")
+        left.set_xlabel(f"rollouts of {COMPLETIONS} completions")
         left.legend(frameon=False, fontsize=8)
         right.axvline(0, color="#888888", linewidth=1)
         right.set_yticks(range(len(here)), [row["method"] for row in here], fontsize=8)

@@ -12,6 +12,7 @@ begin there, spread over the samples that reached it, since their wording differ
 gradient_quality.py holds credit methods against these values, value_oracle.py trains on them.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -107,18 +108,29 @@ def step_values(
     return values
 
 
+def group_scale(rate: float, size: int) -> float:
+    """What GRPO's standard deviation of a group does to the gradient of a problem's success rate,
+    on average over groups of that size: E[A | right] - E[A | wrong]."""
+    total = 0.0
+    for others in range(size):  # right ones among the other samples
+        chance = math.comb(size - 1, others) * rate**others * (1 - rate) ** (size - 1 - others)
+        for right, own in ((others + 1, 1), (others, 0)):
+            std = (right * (size - right) / size / (size - 1)) ** 0.5
+            total += chance * abs(own - right / size) / std if std > 0 else 0.0
+    return total
+
+
 def step_advantages(
     solutions: dict[int, Solution], values: dict[int, list[float]], micro, size: int, whole: bool
 ) -> Tensor:
     """Signed advantages [B, T]: V_{c+1} - V_c for claim c, -V_c where it is wrong, on the tokens
-    that state it or (`whole`) on all of its step, else 0. In units of the group's reward std, as
-    GRPO's are."""
+    that state it or (`whole`) on all of its step, else 0; times what GRPO would scale them by."""
     advantages = torch.zeros(micro.mask.shape)
     for i, row in enumerate(micro.rows.tolist()):
         solution, value = solutions[row], values[row // size]
-        std = max(value[0] * (1 - value[0]), 0.01) ** 0.5
+        scale = group_scale(value[0], size)
         spans = solution.steps if whole else solution.results
         for claim, tokens in enumerate(spans):
             after = value[claim + 1] if claim < solution.right else 0.0
-            advantages[i, tokens.start : tokens.stop] = (after - value[claim]) / std
+            advantages[i, tokens.start : tokens.stop] = scale * (after - value[claim])
     return advantages * micro.mask

@@ -3,7 +3,6 @@
 import csv
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +95,9 @@ def test_a_wrong_solution_ends_at_its_first_wrong_token(make_run):
     assert len(solution.prefixes) == 2  # none after a wrong claim
 
 
-@pytest.mark.parametrize("text", ["", "80", "\\boxed{80}", "We begin at 23. Adding 19 gives 4", "..."])
+@pytest.mark.parametrize(
+    "text", ["", "80", "\\boxed{80}", "We begin at 23. Adding 19 gives 4", "..."]
+)
 def test_any_text_can_be_cut(make_run, text):
     run = make_run()
     ids = tokens_of(run, text)
@@ -106,6 +107,15 @@ def test_any_text_can_be_cut(make_run, text):
     assert solution.prefixes == [[]]
 
 
+@pytest.mark.parametrize("rate", [0.05, 0.34, 0.97])
+def test_the_scale_is_grpos(rate):
+    generator = torch.Generator().manual_seed(0)
+    rewards = (torch.rand(100_000, 8, generator=generator) < rate).float()
+    advantages = trainer.group_advantages(rewards, "group")
+    difference = advantages[rewards == 1].mean() - advantages[rewards == 0].mean()
+    assert step_values.group_scale(rate, 8) == pytest.approx(difference.item(), rel=0.02)
+
+
 def test_advantages_by_hand(make_run):
     run = make_run()
     text = "We begin at 23. Adding 19 gives 42. Minus 2 makes 41."
@@ -113,11 +123,11 @@ def test_advantages_by_hand(make_run):
     solution = step_values.read_solution(run.tokenizer, ids, PROBLEM)
     mask = torch.ones(1, len(ids) + 2, dtype=torch.bool)
     micro = trainer.Batch(torch.tensor([3]), 0, None, mask, None, None)
-    values = {0: [0.5, 0.8, 0.9, 0.9, 1.0]}
+    values, scale = {0: [0.5, 0.8, 0.9, 0.9, 1.0]}, step_values.group_scale(0.5, 4)
     for whole in (False, True):
         found = step_values.step_advantages({3: solution}, values, micro, 4, whole)[0]
-        assert found[solution.results[0].start] == pytest.approx((0.8 - 0.5) / 0.5)
-        assert found[solution.results[1].start] == pytest.approx(-0.8 / 0.5)
+        assert found[solution.results[0].start] == pytest.approx(scale * (0.8 - 0.5))
+        assert found[solution.results[1].start] == pytest.approx(scale * -0.8)
         assert (found != 0).sum() == (solution.steps[1].stop if whole else 3)
         assert found[solution.results[1].stop :].eq(0).all()  # nothing after the first error
 
@@ -159,7 +169,9 @@ def test_gradients_are_the_trainers(make_run):
     trainer.score(run, micros, {})
     coefficients = instrument.token_coefficients(trainer, run.args, micros)
     methods = {"arca": coefficients, "again": coefficients}
-    found = instrument.gradients(run, micros, methods | {"none": [torch.zeros_like(coefficients[0])]})
+    found = instrument.gradients(
+        run, micros, methods | {"none": [torch.zeros_like(coefficients[0])]}
+    )
     logp = trainer.training_forward(run, micros[0])
     scale = trainer.token_scale(run.args, micros[0].loss_mask, 8, 0)
     trainer.policy_loss(run.args, micros[0], logp, logp.detach(), scale)[0].backward()
@@ -178,15 +190,12 @@ def test_only_wrong_leaves_right_completions_alone(make_run):
         stats = [(run.policy(micros[0], with_entropy=True), None)]
     method = instrument.Method("grpo_arca", "", only_wrong=True)
     own = instrument.credited(method, trainer, run, micros, stats)[0]
-    all_rows = instrument.credited(replace_flag(method), trainer, run, micros, stats)[0]
+    method = method._replace(only_wrong=False)
+    all_rows = instrument.credited(method, trainer, run, micros, stats)[0]
     wrong = micros[0].advantages < 0
     assert torch.equal(own.credit[wrong], all_rows.credit[wrong])
     assert torch.equal(own.credit[~wrong], micros[0].mask[~wrong].float())
     assert not torch.equal(own.credit, all_rows.credit)
-
-
-def replace_flag(method):
-    return method._replace(only_wrong=False)
 
 
 @pytest.mark.slow
@@ -194,6 +203,7 @@ def test_the_instrument_end_to_end(tmp_path):
     """Four batches: what must be equal is, the null test holds, and files are there."""
     command = [sys.executable, ROOT / "results/gradient_quality.py", "--settings", "4-start"]
     command += ["--batches", "4", "--folder", tmp_path, "--output", tmp_path / "quality"]
+    command += ["--", "--per_device_train_batch_size", "8"]  # 32 completions a batch
     subprocess.run(command, check=True, capture_output=True)
     rows = {row["method"]: row for row in csv.DictReader((tmp_path / "quality.csv").open())}
     assert set(rows) == {*instrument.METHODS, *instrument.ORACLES, instrument.NULL}
