@@ -155,11 +155,12 @@ def test_defaults_that_depend_on_the_model(script):
     module, model = importlib.import_module(script), "--model_name_or_path"
     own, named = module.parse_args([]), module.parse_args([model, os.path.relpath(TINY)])
     other = module.parse_args([model, "Qwen/Qwen3-1.7B"])
+    long = module.parse_args([model, str(Path(TINY).with_name("long_policy"))])
     tuples = {f.name for f in dataclasses.fields(module.Args) if isinstance(f.default, tuple)}
     assert tuples == set(OF_THE_MODEL)
     for name, defaults in OF_THE_MODEL.items():
-        found = tuple(getattr(args, name) for args in (own, named, other))
-        assert found == (defaults[0], *defaults), name
+        found = tuple(getattr(args, name) for args in (own, named, long, other))
+        assert found == (*defaults[:1] * 3, defaults[1]), name
         for argv in ([], [model, "Qwen/Qwen3-1.7B"]):  # and the user's word is the last
             asked = type(defaults[0])(defaults[0] * 2 or True)
             assert getattr(module.parse_args([*argv, f"--{name}={asked}"]), name) == asked

@@ -493,6 +493,36 @@ def test_the_embedded_sets():
     assert again[1] == held_out and again[0] != train
 
 
+@pytest.mark.parametrize("length", [2, 5, 8])
+def test_chains_of_a_number_of_operations(length):
+    train, held_out = data.load_problems(flags(dataset_config=length, max_eval_samples=100))
+    assert len(train) == 4096 and len(held_out) == 100
+    assert not {p.prompt for p in train} & {p.prompt for p in held_out}
+    for problem in train[:200] + held_out:
+        values = recompute(problem.prompt)
+        assert list(problem.steps) == values and problem.answer == str(values[-1])
+        assert len(values) == length and all(1 <= value <= 99 for value in values)
+
+
+@pytest.mark.parametrize("config", ["1", "9", "many", ""])
+def test_other_numbers_of_operations_are_refused(config):
+    with pytest.raises(data.DataError, match="has 2 to 8 operations, give a number"):
+        data.load_problems(flags(dataset_config=config))
+
+
+def test_the_long_policy_can_do_eight_operations(make_run, tokenizer):
+    policy = str(Path(TINY).with_name("long_policy"))
+    run = make_run(model=policy, adapter=0.0, max_completion_length=160)
+    assert run.tokenizer.get_vocab() == tokenizer.get_vocab()
+    problems = data.chain_problems(64, held_out=True, length=8)
+    prompts = [data.encode_prompt(run.tokenizer, problem.prompt) for problem in problems]
+    u = trainer.row_uniforms(run.args, "test", 0, torch.arange(64), 160)
+    batch = trainer.sample(run, torch.arange(64), prompts, u)
+    with run.grader:
+        rate = sum(data.grade_batch(run, batch, problems)) / 64
+    assert 0.15 < rate < 0.55  # 0.34 over many
+
+
 # ------------------------------------------------------------------------------------- rewards
 CHAT = [{"role": "user", "content": "2 + 2?"}]
 
