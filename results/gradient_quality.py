@@ -15,6 +15,8 @@ gets the same batches, at the same policy, so that their gradients can be compar
     bias    the cosine of the mean gradient with uniform's, which is the policy gradient without
             bias; corrected for the noise of both, so 1 is no bias
     cosine  of one batch's gradient with the policy gradient of the other batches
+    adam    the worth where each coordinate is divided by its root mean square over the batches, as
+            Adam does: what is left of it for a run of the scripts
 
 |mean|^2 and <mean, mean'> are means over pairs of different batches, and so without bias. Intervals
 are 95% percentile bootstraps over batches, the same draws for a method and for uniform.
@@ -108,7 +110,7 @@ ORACLES = (
 )  # fmt: skip
 UNIFORM, NULL = "uniform (GRPO)", "other samples"
 EVERYTHING = {*METHODS, *ORACLES, NULL, "reward"}  # of a batch
-KEYS = ("worth", "bias", "cosine")
+KEYS = ("worth", "adam", "bias", "cosine")
 
 
 # ---- Gradients: what the processes compute -------------------------------------------------------
@@ -285,6 +287,13 @@ def snr(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return signal.clip(1e-12) / (power - signal)
 
 
+def as_adam_sees(gradients: np.ndarray) -> np.ndarray:
+    """Inner products [N, N] of gradients with each coordinate at root mean square 1, or 0."""
+    size = np.sqrt((gradients**2).mean(0))
+    scaled = gradients / np.where(size > 1e-9 * size.max(), size, np.inf)
+    return scaled @ scaled.T
+
+
 def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict]:
     """Worth, bias and cosine of each method from its batch gradients [N, parameters]; low and high
     are the ends of their intervals."""
@@ -292,19 +301,19 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict]:
     count = len(uniform)
     drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), DRAWS)
     weights = np.concatenate([np.ones((1, count)), drawn])  # the first is the figure itself
-    reference = uniform @ uniform.T
-    rows = []
+    reference, others = uniform @ uniform.T, uniform.sum(0) - uniform  # [N, N], [N, parameters]
+    rows, adam_reference = [], snr(as_adam_sees(uniform), weights)
     for name, own in gradients.items():
         products, crossed = own @ own.T, own @ uniform.T
         worth = snr(products, weights) / snr(reference, weights)
         cross = pair_mean(crossed, weights)
         norms = pair_mean(products, weights).clip(1e-12) * pair_mean(reference, weights).clip(1e-12)
-        others = uniform.sum(0) - uniform  # [N, parameters]
         lengths = np.linalg.norm(own, axis=1) * np.linalg.norm(others, axis=1)
         cosines = (own * others).sum(1) / lengths
         cosine = weights @ cosines / count
+        adam = snr(as_adam_sees(own), weights) / adam_reference
         row = {"method": name, "snr": snr(products, weights)[0]}
-        for key, values in (("worth", worth), ("bias", cross / norms**0.5), ("cosine", cosine)):
+        for key, values in zip(KEYS, (worth, adam, cross / norms**0.5, cosine), strict=True):
             low, high = np.nanpercentile(values[1:], [2.5, 97.5])
             row |= {key: values[0], f"{key}_low": low, f"{key}_high": high}
         rows.append(row)

@@ -132,9 +132,9 @@ def curves(regime: str, method: str) -> list[Run]:
     return [Run(regime, method, rate, seed, True) for seed in METHODS[method].seeds if rate]
 
 
-def plan(stage: str, regimes: list[str]) -> list[Run]:
+def plan(stage: str, regimes: list[str], names: list[str]) -> list[Run]:
     """Runs of a stage. Seeds are outermost: an early stop leaves whole tables."""
-    names = [UNIFORM, ORACLE] if stage == "control" else list(METHODS)
+    names = [UNIFORM, ORACLE] if stage == "control" else names
     pairs = [(r, n) for r in regimes for n in names if r in METHODS[n].regimes]
     stages = {"sweep": [sweep], "curves": [curves], "control": [sweep, curves]}[stage]
     runs = [run for make in stages for pair in pairs for run in make(*pair)]
@@ -268,6 +268,7 @@ def main() -> None:
     )
     parser.add_argument("--stage", choices=("control", "sweep", "curves"), help="default: all")
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--list", action="store_true", help="say what there is to do, and stop")
     parser.add_argument("--draw", action="store_true", help="train nothing more")
@@ -275,7 +276,7 @@ def main() -> None:
     args = parser.parse_args()
     for stage in [args.stage] if args.stage else ["control", "sweep", "curves"]:
         for _ in range(2 if stage == "control" else 1):  # its curves need its sweep
-            runs = plan(stage, args.regimes)
+            runs = plan(stage, args.regimes, args.methods or list(METHODS))
             if args.list:
                 print(
                     *(f"{'done' if r.done() else '    '} {r.folder.name}" for r in runs), sep="\n"

@@ -71,6 +71,19 @@ def test_worth_bias_and_cosine_of_gradients_made_to_measure():
     assert rows["same"]["cosine"] == pytest.approx(5**-0.5, abs=0.03)
 
 
+def test_adams_worth_is_that_of_coordinates_of_one_size():
+    """All noise in one coordinate, which has no mean: raw it drowns the rest, scaled it is one of
+    many. And the unit of a coordinate is nothing to Adam."""
+    gradients = made_gradients()
+    loud = gradients["same"].copy()
+    loud[:, 1] *= 200
+    rows = {row["method"]: row for row in instrument.figures(gradients | {"loud": loud})}
+    assert rows["loud"]["worth"] < 0.05
+    assert rows["loud"]["adam"] == pytest.approx(rows["same"]["adam"], rel=1e-6)
+    assert rows["scaled"]["adam"] == pytest.approx(1, rel=0.15)
+    assert rows[instrument.UNIFORM]["adam"] == 1
+
+
 # ---- Exact values --------------------------------------------------------------------------------
 def test_a_right_solution_is_cut_at_its_claims(make_run):
     run = make_run()

@@ -52,10 +52,10 @@ def test_the_sweep_chooses_by_training_reward_and_the_table_is_paired(small):
     for regime in study.REGIMES:
         for name in study.METHODS:
             assert study.curves(regime, name) == []  # before the sweep nothing is known
-    for run in study.plan("sweep", ["one update"]):
+    for run in study.plan("sweep", ["one update"], list(study.METHODS)):
         write_run(run, [0.5, 0.7 if run.rate == "0.004" else 0.6], [0.9, 0.9])
     better = {study.UNIFORM: 0.0, study.ORACLE: 0.2, "oar_g": -0.1}
-    for run in study.plan("curves", ["one update"]):
+    for run in study.plan("curves", ["one update"], list(study.METHODS)):
         assert run.rate == "0.004"
         start = 0.3 + 0.1 * run.seed  # seeds differ more than methods do
         write_run(run, [0.5], [0.2, start + better[run.method]])
