@@ -320,6 +320,17 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict]:
     return rows
 
 
+def nearest(gradients: dict[str, np.ndarray]) -> dict[str, dict]:
+    """The other method whose gradients are most like a method's: mean cosine on the same batch."""
+    units = {m: g / np.linalg.norm(g, axis=1, keepdims=True) for m, g in gradients.items()}
+    found = {}
+    for name, own in units.items():
+        cosines = {m: (own * g).sum(1).mean() for m, g in units.items() if m != name}
+        twin = max(cosines, key=cosines.get)
+        found[name] = {"nearest": twin, "nearest_cosine": cosines[twin]}
+    return found
+
+
 def tabulate(name: str, folder: Path) -> list[dict]:
     """The figures of a setting, from the batches that are there."""
     found = [load(folder / name / f"{batch}.pt") for batch in range(SETTINGS[name].batches)]
@@ -332,7 +343,8 @@ def tabulate(name: str, folder: Path) -> list[dict]:
     }
     reward = float(sum(file["reward"] for file in found)) / len(found)
     about = {"setting": SETTINGS[name].title, "batches": len(found), "reward": reward}
-    return [about | row for row in figures(stacked)]
+    twins = nearest(stacked)
+    return [about | row | twins[row["method"]] for row in figures(stacked)]
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -421,6 +433,7 @@ def main() -> None:
     write(rows, args.output)
     for row in rows:
         parts = [f"{k} {row[k]:.2f} ({row[k + '_low']:.2f} - {row[k + '_high']:.2f})" for k in KEYS]
+        parts.append(f"nearest {row['nearest']} ({row['nearest_cosine']:.3f})")
         print(f"{row['setting']:26s} {row['method']:26s} {'  '.join(parts)}")
 
 

@@ -84,6 +84,17 @@ def test_adams_worth_is_that_of_coordinates_of_one_size():
     assert rows[instrument.UNIFORM]["adam"] == 1
 
 
+def test_the_nearest_is_the_method_with_the_same_gradients():
+    gradients = made_gradients(count=20)
+    gradients["twin"] = 3 * gradients["turned"] + 0.01 * gradients["same"]
+    found = instrument.nearest(gradients)
+    assert found["turned"]["nearest"] == "twin" and found["twin"]["nearest"] == "turned"
+    cosines = [
+        a @ b / (a @ a * (b @ b)) ** 0.5 for a, b in zip(*map(gradients.get, ("turned", "twin")))
+    ]
+    assert found["twin"]["nearest_cosine"] == pytest.approx(np.mean(cosines))
+
+
 # ---- Exact values --------------------------------------------------------------------------------
 def test_a_right_solution_is_cut_at_its_claims(make_run):
     run = make_run()
