@@ -9,7 +9,8 @@ Worth (gradient_quality.py) can only show where noise is what limits learning. S
 small: 16 completions of 2 problems, on chains of 8 operations (where exact credit is worth most),
 for 40 rollouts, with one update a rollout or with two. Stages:
 
-    control   uniform credit and the value oracle (value_oracle.py), all learning rates and seeds
+    control   uniform credit, the value oracle (value_oracle.py) and uniform credit with twice the
+              completions, whose worth is 2: what these two do not show, no method will
     sweep     each method at each learning rate on seeds 101 and 102; the best mean reward in
               training decides, so no held-out problem is looked at
     curves    each method at its learning rate on seeds 1 to 8, evaluated on 100 held-out
@@ -36,7 +37,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs/learning_curves"
-ROLLOUTS, COMPLETIONS, EVERY = 40, 16, 10
+ROLLOUTS, COMPLETIONS, EVERY, HELD_OUT = 40, 16, 10, 100
 RATES = ("0.002", "0.004")
 SWEEP_SEEDS, SEEDS, FEWER = (101, 102), tuple(range(1, 9)), tuple(range(1, 4))
 REGIMES = {"one update": 1, "two updates": 2}  # of COMPLETIONS / updates, for each rollout
@@ -56,6 +57,11 @@ class Method(NamedTuple):
 METHODS = {
     "uniform (GRPO)": Method("grpo_arca.py", "--credit uniform"),
     "value oracle": Method("results/value_oracle.py", ""),
+    "uniform, 32 completions": Method(
+        "grpo_arca.py",
+        "--credit uniform --steps_per_generation 2 --gradient_accumulation_steps 2",
+        regimes=("one update",),
+    ),
     "arca": Method("grpo_arca.py", "--credit arca"),
     "arca, p = 2": Method("grpo_arca.py", "--credit arca --sharpening 2"),
     "arca's weights shuffled": Method("grpo_arca.py", "--credit shuffled"),
@@ -65,7 +71,7 @@ METHODS = {
     "p_trace": Method("grpo_strace.py", "--credit p_trace"),
     "gspo": Method("grpo_strace.py", "--credit gspo", SEEDS, ("two updates",)),  # else uniform
 }
-UNIFORM, ORACLE = "uniform (GRPO)", "value oracle"
+CONTROL = UNIFORM, ORACLE, _ = "uniform (GRPO)", "value oracle", "uniform, 32 completions"
 
 
 class Run(NamedTuple):
@@ -88,11 +94,11 @@ class Run(NamedTuple):
             "per_device_train_batch_size": COMPLETIONS // updates, "steps_per_generation": updates,
             "gradient_accumulation_steps": 1, "max_steps": ROLLOUTS * updates,
             "eval_steps": EVERY * updates if self.held_out else 0,
-            "max_eval_samples": 100 if self.held_out else 1, "warmup_steps": 3 * updates,
+            "max_eval_samples": HELD_OUT if self.held_out else 1, "warmup_steps": 3 * updates,
             "resume_from_checkpoint": "latest",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
-        return [sys.executable, str(ROOT / method.script), *TASK, *method.flags.split(), *words]
+        return [sys.executable, str(ROOT / method.script), *TASK, *words, *method.flags.split()]
 
     def done(self) -> bool:
         return (self.folder / "summary.json").exists()
@@ -134,7 +140,7 @@ def curves(regime: str, method: str) -> list[Run]:
 
 def plan(stage: str, regimes: list[str], names: list[str]) -> list[Run]:
     """Runs of a stage. Seeds are outermost: an early stop leaves whole tables."""
-    names = [UNIFORM, ORACLE] if stage == "control" else names
+    names = CONTROL if stage == "control" else names
     pairs = [(r, n) for r in regimes for n in names if r in METHODS[n].regimes]
     stages = {"sweep": [sweep], "curves": [curves], "control": [sweep, curves]}[stage]
     runs = [run for make in stages for pair in pairs for run in make(*pair)]

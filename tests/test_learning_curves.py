@@ -20,6 +20,8 @@ def small(monkeypatch, tmp_path):
     methods = {name: study.METHODS[name] for name in (study.UNIFORM, study.ORACLE, "oar_g")}
     methods = {name: x._replace(seeds=(1, 2)) for name, x in methods.items()}
     monkeypatch.setattr(study, "METHODS", methods)
+    monkeypatch.setattr(study, "CONTROL", (study.UNIFORM, study.ORACLE))
+    monkeypatch.setattr(study, "HELD_OUT", 4)
     monkeypatch.setattr(study, "RATES", ("0.002", "0.004"))
     monkeypatch.setattr(study, "ROLLOUTS", 2)
     monkeypatch.setattr(study, "EVERY", 1)
@@ -74,6 +76,7 @@ def test_the_sweep_chooses_by_training_reward_and_the_table_is_paired(small):
 def test_the_study_end_to_end(small, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(study, "RATES", ("0.004",))
     monkeypatch.setattr(study, "SWEEP_SEEDS", (101,))
+    monkeypatch.setattr(study, "TASK", [])  # chains of 3 or 4, whose completions are shorter
     command = ["learning_curves.py", "--regimes", "one update", "--output", str(tmp_path / "c")]
     monkeypatch.setattr(sys, "argv", command)
     study.main()
