@@ -374,8 +374,8 @@ def draw(rows: list[dict], path: Path) -> None:
             filled = colour if row["bias_low"] > 0.9 else "white"  # hollow: it may point elsewhere
             axes.plot(row["worth"], place, "o", color=colour, markerfacecolor=filled)
         axes.set_xscale("log")
-        axes.set_xticks([0.125, 0.25, 0.5, 1, 2, 4], ["⅛", "¼", "½", "1", "2", "4"])
-        axes.set_xlim(0.08, 6)
+        axes.set_xticks([0.125, 0.25, 0.5, 1, 2], ["⅛", "¼", "½", "1", "2"])
+        axes.set_xlim(0.1, 3.2)
         axes.minorticks_off()
         reward = next(iter(of.values()))["reward"]
         axes.set_title(f"{title}\n{reward:.0%} right", loc="left", fontsize=9, fontweight="bold")
