@@ -183,11 +183,13 @@ def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
     return tuple(np.percentile(values[drawn].mean(1), [2.5, 97.5]))
 
 
-def share_needed(curve: np.ndarray, target: float) -> float:
-    """The share of the rollouts after which a curve first reaches a value; inf if never."""
+def share_needed(curve: np.ndarray, other: np.ndarray) -> float:
+    """The share of the rollouts after which a curve first reaches the end of another; inf if
+    never."""
+    target = other[-1]
     for i in range(1, len(curve)):
         if curve[i] >= target:
-            part = (target - curve[i - 1]) / (curve[i] - curve[i - 1]) if i else 0.0
+            part = (target - curve[i - 1]) / (curve[i] - curve[i - 1])
             return (i - 1 + max(part, 0.0)) / (len(curve) - 1)
     return float("inf")
 
@@ -217,8 +219,12 @@ def tabulate(regimes: list[str]) -> tuple[list[dict], dict]:
                 row |= {key: a.mean(), f"{key}_more": (a - b).mean()}
                 row |= {f"{key}_low": low, f"{key}_high": high}
         if len(seeds):
-            means = [np.mean([curve[seed] for seed in seeds], 0) for curve in (own, uniform)]
-            row["share_of_rollouts"] = share_needed(means[0], means[1][-1])
+            pairs = np.array([[own[seed], uniform[seed]] for seed in seeds])  # [seeds, 2, points]
+            drawn = np.random.default_rng(0).integers(len(seeds), size=(2000, len(seeds)))
+            shares = [share_needed(*pairs[draw].mean(0)) for draw in drawn]
+            row["share_of_rollouts"] = share_needed(*pairs.mean(0))
+            ends = np.percentile(shares, [2.5, 97.5], method="nearest")  # some are infinite
+            row |= {"share_low": ends[0], "share_high": ends[1]}
     return rows, found
 
 

@@ -38,10 +38,10 @@ def write_run(run: study.Run, rewards: list[float], curve: list[float]) -> None:
 
 def test_the_share_of_rollouts_by_hand():
     curve = np.array([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert study.share_needed(curve, 0.6) == pytest.approx(0.5)
-    assert study.share_needed(curve, 0.7) == pytest.approx(0.625)
-    assert study.share_needed(curve, 1.1) == float("inf")
-    assert study.share_needed(curve, 0.1) == 0
+    assert study.share_needed(curve, np.array([0.6])) == pytest.approx(0.5)
+    assert study.share_needed(curve, np.array([0.7])) == pytest.approx(0.625)
+    assert study.share_needed(curve, np.array([1.1])) == float("inf")
+    assert study.share_needed(curve, np.array([0.1])) == 0
 
 
 def test_an_interval_holds_the_mean_as_often_as_it_says():
@@ -69,6 +69,8 @@ def test_the_sweep_chooses_by_training_reward_and_the_table_is_paired(small):
         assert row["end_low"] == pytest.approx(more) == pytest.approx(row["end_high"])
     assert rows[study.UNIFORM]["share_of_rollouts"] == 1
     assert rows[study.ORACLE]["share_of_rollouts"] == pytest.approx(0.25 / 0.45)
+    low, high = rows[study.ORACLE]["share_low"], rows[study.ORACLE]["share_high"]
+    assert (low, high) == pytest.approx((0.2 / 0.4, 0.3 / 0.5))  # of either seed alone
     assert rows["oar_g"]["share_of_rollouts"] == float("inf")
 
 
