@@ -277,7 +277,7 @@ def pair_mean(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
     apart = products - np.diag(np.diag(products))
     pairs = weights.sum(1) ** 2 - (weights**2).sum(1)  # 0 if a draw has one batch alone
     with np.errstate(invalid="ignore"):
-        return np.einsum("di,ij,dj->d", weights, apart, weights) / pairs
+        return (weights @ apart * weights).sum(1) / pairs
 
 
 def snr(products: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -118,7 +118,11 @@ def prepare(monkeypatch, module, flags: str):
 
 
 @pytest.mark.parametrize("flags", [FLAGS[0], pytest.param(FLAGS[1], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("module", CREDITS, ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x is not CREDITS[0])) for x in CREDITS],
+    ids=lambda module: module.__name__,
+)
 def test_a_step(monkeypatch, module, flags):
     """One rollout, and on it a score and an update with each of its credits."""
     tokenizer, train_set, _ = module.load_data(args := prepare(monkeypatch, module, flags))
