@@ -120,7 +120,7 @@ def prepare(monkeypatch, module, flags: str):
 @pytest.mark.parametrize("flags", [FLAGS[0], pytest.param(FLAGS[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "module",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x is not CREDITS[0])) for x in CREDITS],
+    [pytest.param(x, marks=[pytest.mark.slow] * (x is not grpo_arca)) for x in CREDITS],
     ids=lambda module: module.__name__,
 )
 def test_a_step(monkeypatch, module, flags):
