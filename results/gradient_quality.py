@@ -145,7 +145,7 @@ def oracle_credits(run, data: tuple, micros: list, problem_of: dict) -> dict[str
     """Copies of the micro-batches with each oracle's credit."""
     size = run.args.num_generations
     solutions = read_rollout(run, micros, problem_of)
-    values = step_values(trainer, run, data, solutions, problem_of, CONTINUATIONS)
+    values = step_values(run, data, solutions, problem_of, CONTINUATIONS)
     made = {name: [replace(micro) for micro in micros] for name in ORACLES}
     for place, micro in enumerate(micros):
         for name, whole in ((ORACLES[0], False), (ORACLES[1], True)):

@@ -172,9 +172,8 @@ def passed_tokens(run: Run) -> tuple[float, float]:
     method needs it), OAR's probes, forward and backward in every update."""
     rows = [row for row in run.rows() if "reward" in row]
     sampled = sum(row["rollout_tokens"] for row in rows if row["seconds_rollout"] > 0)
-    needs_base = any(word in run.method for word in ("arca",))
     probes = sum(row.get("credit_forward_tokens", 0) for row in rows if row["seconds_rollout"] > 0)
-    return sampled, (4 + needs_base) * sampled + 1.5 * probes
+    return sampled, (4 + ("arca" in run.method)) * sampled + 1.5 * probes
 
 
 def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:

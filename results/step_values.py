@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import grpo_arca as trainer
 from common.data import Problem, completions_of, first_error, stated_results
 from common.reward import boxed_span
 
@@ -29,9 +30,7 @@ class Solution(NamedTuple):
     """A completion, cut into claims. Claims are spans of tokens."""
 
     right: int  # claims before the first wrong one
-    results: list[
-        range
-    ]  # the tokens that state each right claim; then the first wrong token, if any
+    results: list[range]  # that state each right claim; then the first wrong token, if any
     steps: list[range]  # the same with all tokens since the claim before
     prefixes: list[list[int]]  # token ids to the end of the sentence of 0, 1, ... right claims
 
@@ -74,7 +73,7 @@ def read_rollout(run, micros: list, problem_of: dict[int, Problem]) -> dict[int,
 
 
 def step_values(
-    module, run, data: tuple, solutions: dict[int, Solution], problem_of: dict[int, Problem],
+    run, data: tuple, solutions: dict[int, Solution], problem_of: dict[int, Problem],
     continuations: int,
 ) -> dict[int, list[float]]:  # fmt: skip
     """V_0 ... V_C of each group of samples (row // G) of a rollout of `data`; V_C = 1."""
@@ -83,7 +82,7 @@ def step_values(
     prompts = {row // size: prompt_of[problem.prompt] for row, problem in problem_of.items()}
     for group in prompts:  # [claims that held | were tried, claim]
         counts[group] = torch.zeros(2, len(problem_of[group * size].steps) + 1)
-    for claims in range(max(map(len, (count[0] for count in counts.values())))):
+    for claims in range(max(count.shape[1] for count in counts.values())):
         jobs = []  # (group, token ids): what is missing after so many right claims
         for group, prompt in prompts.items():
             found = [solutions[row].prefixes for row in range(group * size, (group + 1) * size)]
@@ -94,8 +93,8 @@ def step_values(
             part = jobs[first : first + AT_ONCE]
             rows = torch.arange(first, first + len(part)) + 1_000_000 * claims
             room = run.args.max_completion_length
-            u = module.row_uniforms(run.args, "values", run.rollout, rows, room)
-            batch = module.sample(run, rows, [ids for _, ids in part], u)
+            u = trainer.row_uniforms(run.args, "values", run.rollout, rows, room)
+            batch = trainer.sample(run, rows, [ids for _, ids in part], u)
             for (group, ids), more in zip(part, completions_of(run, batch)[0], strict=True):
                 completion = ids[len(prompts[group]) :] + more
                 right = read_solution(run.tokenizer, completion, problem_of[group * size]).right

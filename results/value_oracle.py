@@ -26,7 +26,7 @@ def collect(run, data: tuple, metrics: dict) -> tuple:
     """A rollout with signed advantages of tokens as its credit."""
     micros, problem_of = sample_and_grade(run, data, metrics)
     solutions = read_rollout(run, micros, problem_of)
-    values = step_values(trainer, run, data, solutions, problem_of, CONTINUATIONS)
+    values = step_values(run, data, solutions, problem_of, CONTINUATIONS)
     for micro in micros:
         size = run.args.num_generations
         micro.credit = step_advantages(solutions, values, micro, size, whole=False)

@@ -176,7 +176,7 @@ def test_values_are_success_rates(make_run):
         solution = step_values.read_solution(run.tokenizer, whole, PROBLEM)
         solutions, problem_of = dict.fromkeys(range(4), solution), dict.fromkeys(range(4), PROBLEM)
         data = ([PROBLEM], [prompt])
-        values = step_values.step_values(trainer, run, data, solutions, problem_of, 512)[0]
+        values = step_values.step_values(run, data, solutions, problem_of, 512)[0]
     assert 0.1 < rates[0] < rates[1] < 0.9  # else it would show nothing
     assert values[0] == pytest.approx(rates[0], abs=0.08)
     assert values[1] == pytest.approx(rates[1], abs=0.08)
@@ -184,13 +184,19 @@ def test_values_are_success_rates(make_run):
 
 
 # ---- Gradients -----------------------------------------------------------------------------------
-def test_gradients_are_the_trainers(make_run):
-    """Against backward through policy_loss, as `update` does it."""
-    run = make_run(credit="arca", num_generations=4, max_completion_length=60)
+def sampled(make_run, credit: str) -> tuple:
+    """A run, and its rollout of one micro-batch with advantages of every kind."""
+    run = make_run(credit=credit, num_generations=4, max_completion_length=60)
     data = ([PROBLEM] * 2, [encode_prompt(run.tokenizer, PROBLEM.prompt)] * 2)
     with run.grader:
         micros, _ = trainer.collect(run, data, {})
     micros[0].advantages = torch.tensor([1.0, -2.0, 0.0, 0.5, -0.5, 0.0, 1.5, 1.0])
+    return run, micros
+
+
+def test_gradients_are_the_trainers(make_run):
+    """Against backward through policy_loss, as `update` does it."""
+    run, micros = sampled(make_run, "arca")
     trainer.score(run, micros, {})
     coefficients = instrument.token_coefficients(trainer, run.args, micros)
     methods = {"arca": coefficients, "again": coefficients}
@@ -206,11 +212,7 @@ def test_gradients_are_the_trainers(make_run):
 
 
 def test_only_wrong_leaves_right_completions_alone(make_run):
-    run = make_run(credit="surprisal", num_generations=4, max_completion_length=60)
-    data = ([PROBLEM] * 2, [encode_prompt(run.tokenizer, PROBLEM.prompt)] * 2)
-    with run.grader:
-        micros, _ = trainer.collect(run, data, {})
-    micros[0].advantages = torch.tensor([1.0, -2.0, 0.0, 0.5, -0.5, 0.0, 1.5, 1.0])
+    run, micros = sampled(make_run, "surprisal")
     with torch.no_grad():
         stats = [(run.policy(micros[0], with_entropy=True), None)]
     method = instrument.Method("grpo_arca", "", only_wrong=True)
