@@ -76,8 +76,8 @@ def chain_problems(
     rng, chains = random.Random(f"{seed} {held_out}"), {}
     while len(chains) < count:  # a dict keeps the order and drops repeats
         chains[random_chain(rng, held_out, length)] = None
-    problems = [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
-    return [problem._replace(columns={"answer": problem.answer}) for problem in problems]
+    pairs = [(chain, str(chain.results()[-1])) for chain in chains]
+    return [Problem(c.prompt(), answer, c.results(), {"answer": answer}) for c, answer in pairs]
 
 
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")

@@ -27,14 +27,10 @@ from common.data import Problem, token_roles
 
 PAGE_TEMPLATE = Path(__file__).with_name("credit_page.html")
 CARD_TEMPLATE = Path(__file__).with_name("adapter_card.md")
-FULL_TINT = 3.0  # a token of this weight (in units of the completion's mean) has the full tint
-TINT_LEVELS = 12  # .k0 ... .k12 in credit_page.html
 ACCURACY = "accuracy_reward"  # the reward function that judges the final answer
 TRAINED = f"rewards/{ACCURACY}/mean"
 UNIFORM = "All weights are 1: the adapter has not moved yet, or the method is uniform."
-BLUE, ORANGE, GREEN, SKY, GREY, PURPLE = (  # Okabe-Ito: distinct for colour-blind readers
-    "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#8A8F98", "#CC79A7"
-)  # fmt: skip
+COLOURS = ("#0072B2", "#D55E00", "#8A8F98", "#CC79A7")  # of a panel's lines (Okabe-Ito)
 
 
 # ---------------------------------------------------------------------------------- numbers
@@ -182,18 +178,17 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 # ------------------------------------------------------------------------------------ log
-def _git(*command: str) -> str | None:
-    """What git says in the scripts' folder, None outside a checkout or without git."""
-    command = ("git", "-C", str(Path(__file__).parents[1]), *command)
+def _commit() -> str | None:
+    """The scripts' commit, with "-dirty" where files differ from it; None without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
-        return subprocess.check_output(command, **quiet).strip()
+        return subprocess.check_output([*command, "--abbrev=40", "--exclude=*"], **quiet).strip()
 
 
 def environment() -> dict[str, Any]:
     """What a run's figures depend on besides its flags: code, versions, machine, command line."""
     packages = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
-    versions = {name: importlib.metadata.version(name) for name in packages}
     cpuinfo = Path("/proc/cpuinfo").read_text()
     hardware = {
         "cpu": cpuinfo.partition("model name\t: ")[2].split("\n")[0] or os.uname().machine,
@@ -201,10 +196,9 @@ def environment() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
-    status = _git("status", "--porcelain", "--", "*.py")
-    code = {"commit": _git("rev-parse", "HEAD"), "dirty": None if status is None else status != ""}
+    versions = {name: importlib.metadata.version(name) for name in packages}
     versions["python"] = sys.version.split()[0]
-    return code | {"versions": versions, "hardware": hardware, "command": sys.argv}
+    return {"commit": _commit(), "versions": versions, "hardware": hardware, "command": sys.argv}
 
 
 def _plain(value: Any) -> Any:
@@ -343,22 +337,18 @@ STYLE = {  # of matplotlib
     "ytick.major.size": 0, "grid.color": "#e3e6ea", "legend.frameon": False, "legend.fontsize": 12,
     "legend.handlelength": 1.1, "legend.handletextpad": 0.4, "legend.columnspacing": 1.0,
 }  # fmt: skip
-PANELS = {  # title: key, label and colour of each line; "(right)": on an axis of its own
+PANELS = {  # title: key and label of each line; "(right)": on an axis of its own
     "Accuracy, held out and in training": [
-        (TRAINED, "training", GREY), ("eval/sampled_accuracy", "sampled", BLUE),
-        ("eval/greedy_accuracy", "greedy", ORANGE),
+        ("eval/sampled_accuracy", "sampled"), ("eval/greedy_accuracy", "greedy"),
+        (TRAINED, "training"),
     ],
-    "Entropy and KL (nats per token)": [
-        ("entropy", "entropy", BLUE), ("kl", "KL to the base (right)", ORANGE)
+    "Entropy and KL (nats per token)": [("entropy", "entropy"), ("kl", "KL to the base (right)")],
+    "Concentration of credit": [("weight_gini", "Gini"), ("weight_effn", "EffN/T")],
+    "Completion length": [("completion_length", "tokens"), ("truncated_share", "cut off (right)")],
+    "Update size": [("grad_norm", "gradient norm"), ("clip_fraction", "clip fraction (right)")],
+    "Seconds per step": [
+        (f"seconds_{phase}", phase) for phase in ("rollout", "score", "update", "credit")
     ],
-    "Concentration of credit": [("weight_gini", "Gini", BLUE), ("weight_effn", "EffN/T", ORANGE)],
-    "Completion length": [
-        ("completion_length", "tokens", BLUE), ("truncated_share", "truncated (right)", ORANGE)
-    ],
-    "Update size": [
-        ("grad_norm", "gradient norm", BLUE), ("clip_fraction", "clip fraction (right)", ORANGE)
-    ],
-    "Seconds per step": [],
 }  # fmt: skip
 
 
@@ -380,35 +370,24 @@ def _line(ax: Any, rows: list[dict], key: str, label: str, color: str) -> None:
         ax.set_ylim(bottom=0)
 
 
-def _seconds(ax: Any, rows: list[dict]) -> None:
-    """Seconds of each phase, stacked."""
-    phases = {"rollout": SKY, "score": GREEN, "credit": PURPLE, "update": ORANGE}
-    rows = [row for row in rows if row.get("seconds_rollout") is not None]
-    edges = [row["step"] + side for row in rows for side in (-0.5, 0.5)]  # shows a lone row too
-    stack = [[row.get(f"seconds_{name}") or 0 for row in rows for _ in range(2)] for name in phases]
-    if rows:
-        ax.stackplot(edges, stack, labels=phases, colors=phases.values(), linewidth=0)
-
-
 def write_curves(path: str, rows: list[dict], title: str) -> None:
     """curves.png, 1500 x 850 px, from RunLog.rows. Rows may lack keys or hold None."""
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot: no global figures, no backend switch
 
     rows = list(map(_flat, rows))
-    passes = [(key, key[5:], GREEN) for row in rows for key in row if key.startswith("eval/pass@")]
+    passes = [(key, key[5:]) for row in rows for key in row if key.startswith("eval/pass@")]
     more = passes[-1:]  # the largest k
     if _series(rows, "reward") != _series(rows, TRAINED):  # and there is no room for both
-        more = [("reward", "reward (right)", PURPLE)]
+        more = [("reward", "reward (right)")]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 8.5), dpi=100, layout="constrained", facecolor="white")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.04)
         figure.suptitle(title, fontsize=18, fontweight="bold", parse_math=False)
         for ax, (name, lines) in zip(figure.subplots(2, 3).flat, PANELS.items()):
-            for line in lines + (more if "Accuracy" in name else []):
-                _line(ax, rows, *line)
-            if not lines:
-                _seconds(ax, rows)
+            shown = lines + (more if "Accuracy" in name else [])
+            for (key, label), color in zip(shown, COLOURS):
+                _line(ax, rows, key, label, color)
             _finish_panel(ax, name, rows)
         figure.savefig(path, format="png")
 
@@ -416,13 +395,12 @@ def write_curves(path: str, rows: list[dict], title: str) -> None:
 def _finish_panel(ax: Any, name: str, rows: list[dict]) -> None:
     """Title, legend above the data (so that it hides none), light grid, common x axis."""
     ax.set_title(name, loc="left", fontweight="bold", pad=32)
-    if not (ax.lines or ax.collections):
+    if not ax.lines:
         ax.set_axis_off()
-        ax.text(0.5, 0.5, "not logged", ha="center", color=GREY, transform=ax.transAxes)
+        ax.text(0.5, 0.5, "not logged", ha="center", color="grey", transform=ax.transAxes)
         return
-    if any(ax.get_legend_handles_labels()[1]):
-        legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=5)
-        legend.set_in_layout(False)  # a wide one must not narrow its panel
+    legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=5)
+    legend.set_in_layout(False)  # a wide one must not narrow its panel
     ax.grid(axis="y")
     ax.locator_params(axis="x", integer=True, nbins=6)
     last = max(row["step"] for row in rows)
@@ -450,12 +428,6 @@ def _number(value: Any, form: str) -> str:
     return "n/a" if math.isnan(value) else format(value, form)
 
 
-def _tint(weight: Any) -> int:
-    """The level of a token's tint, 0 ... TINT_LEVELS."""
-    share = max(0.0, _real(weight) / FULL_TINT)  # of 0 and NaN it takes the first
-    return round(TINT_LEVELS * min(share, 1.0))
-
-
 def write_credit_page(path: str, title: str, samples: list[dict]) -> None:
     """credit.html: groups of completions, every token tinted by its weight. One file, no script.
 
@@ -467,10 +439,10 @@ def write_credit_page(path: str, title: str, samples: list[dict]) -> None:
     """
     layout = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     jinja = jinja2.Environment(autoescape=True, finalize=_visible, **layout)
-    jinja.filters |= {"real": _real, "number": _number, "tint": _tint}
+    jinja.filters |= {"real": _real, "number": _number}
     jinja.tests["above"] = lambda completion: _real(completion["advantage"]) > 0
     template = jinja.from_string(PAGE_TEMPLATE.read_text(encoding="utf-8"))
-    page = template.render(title=title, groups=samples, full=FULL_TINT, levels=TINT_LEVELS)
+    page = template.render(title=title, groups=samples)
     Path(path).write_text(page, encoding="utf-8", newline="\n")
 
 
@@ -515,13 +487,12 @@ def credit_group(run: Any, micros: list, problems: dict[int, Problem]) -> list[d
 def before_after_table(before: dict, after: dict) -> str:
     """The shares of the first and the last evaluation as an aligned text table: in percent, their
     change in points."""
-    table = [("held-out", "before", "after", "change")]
+    lines = [f"{'held-out':20}{'before':>8}{'after':>8}{'change':>8}"]
     for key in before | after:
         old, new = (100 * _real(side.get(key)) for side in (before, after))
         cells = (f"{old:.1f}%", f"{new:.1f}%", f"{new - old:+.1f}")
-        table.append((key.replace("_", " "), *("–" if "nan" in cell else cell for cell in cells)))
-    w = [max(map(len, column)) for column in zip(*table)]
-    lines = [f"{name:{w[0]}}  {a:>{w[1]}}  {b:>{w[2]}}  {c:>{w[3]}}" for name, a, b, c in table]
+        shown = ("–" if "nan" in cell else cell for cell in cells)
+        lines.append(f"{key.replace('_', ' '):20}" + "".join(f"{cell:>8}" for cell in shown))
     return "\n".join(lines)
 
 

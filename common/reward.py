@@ -26,20 +26,20 @@ import math
 import os
 import re
 import resource
-import selectors
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
 
 MAX_CHARS = 500  # a longer box or gold is compared as a string only; MATH-500's longest is 53
 CACHE_PAIRS = 20_000  # at most 2 * MAX_CHARS characters each: tens of MB at worst
 MEMORY_BYTES = 2 << 30  # address space of a worker
 START_SECONDS = 60.0  # a start is about 1 s; a cold disk or a busy machine takes longer
-MAX_FAILED_STARTS = 3  # in a row; one alone may be the kernel's OOM killer
+MAX_STARTS = 3  # in a row; one alone may be the kernel's OOM killer
 
 
 class RewardError(Exception):
@@ -117,12 +117,12 @@ def quick_verdict(box: str, gold: str) -> float | None:
     return None if left is None or right is None else float(left == right)
 
 
-@dataclass(eq=False)
-class _Worker:
-    proc: subprocess.Popen[bytes]
-    deadline: float  # time.monotonic() seconds; infinite while idle
-    ready: bool = False  # sympy is imported
-    pair: Pair | None = None  # what it is judging
+def _reply(worker: subprocess.Popen[bytes], seconds: float) -> bytes | None:
+    """What a worker writes (a line is one atomic pipe write); b"" if it is dead, None if late."""
+    poll = select.poll()  # select.select takes no file descriptor above 1023
+    poll.register(worker.stdout, select.POLLIN)
+    came = poll.poll(1000 * max(0.0, seconds))
+    return os.read(worker.stdout.fileno(), 4096) if came else None
 
 
 class Grader(contextlib.AbstractContextManager):
@@ -132,33 +132,33 @@ class Grader(contextlib.AbstractContextManager):
     worker with no verdict by then is killed and replaced. So is one that dies (the kernel's OOM
     killer), which standard error says once; its pair is tried once more: it need not be the cause.
     A pair without a verdict gets 0, is counted in ``timeouts``, and is cached like any other.
-    ``budget`` is the seconds of one ``grade`` in which workers may judge: slow answers must not
-    stall a run. What is left then gets 0 and is counted, but not cached. Not thread-safe.
+    ``budget`` is the seconds of one ``grade`` from its first worker's readiness on: slow answers
+    must not stall a run. What is left then gets 0 and is counted, but not cached. Not thread-safe.
     """
 
     def __init__(self, num_workers: int = 2, timeout: float = 5.0, budget: float = 60.0) -> None:
         self.timeouts = 0
-        self._num_workers, self._timeout, self._budget = num_workers, timeout, budget
-        self._workers: list[_Worker] = []
-        self._failed_starts, self._told = 0, False  # told that a worker died
-        self._todo, self._verdicts, self._retried = deque(), {}, set()  # of one _run
+        self._timeout, self._budget, self._end = timeout, budget, math.inf  # time.monotonic()
+        # A thread for each worker. They stay, for a worker dies with the thread that started it.
+        self._threads = ThreadPoolExecutor(num_workers)
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._idle: list[subprocess.Popen[bytes]] = []  # of them
+        self._told = False  # that a worker died
         self._cache: OrderedDict[Pair, float] = OrderedDict()
-        self._selector = selectors.DefaultSelector()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def grade(self, completions: Sequence[str], answers: Sequence[str]) -> list[float]:
         """1.0 (equal) or 0.0 for each completion against its gold answer, in order."""
-        verdicts = [0.0] * len(completions)
+        verdicts: list[float] = []
         pending: dict[Pair, list[int]] = {}  # the members of a group often give the same answer
         for i, (completion, answer) in enumerate(zip(completions, answers, strict=True)):
             box, gold = _tidy(last_boxed(completion) or ""), _tidy(answer)
             quick = quick_verdict(box, gold)
+            verdicts.append(quick or 0.0)
             if quick is None:
                 pending.setdefault((box, gold), []).append(i)
-            else:
-                verdicts[i] = quick
         known = {pair: self._cache[pair] for pair in pending if pair in self._cache}
         known |= self._run([pair for pair in pending if pair not in known])
         for pair, verdict in known.items():
@@ -172,104 +172,83 @@ class Grader(contextlib.AbstractContextManager):
 
     def close(self) -> None:
         """Kill the workers. They hold no state: a later grade() starts new ones."""
+        self._idle.clear()
         for worker in list(self._workers):
             self._kill(worker)
 
     def _run(self, pairs: list[Pair]) -> dict[Pair, float]:
         """Judge distinct pairs in the workers, one pair at a time to each (its own deadline)."""
-        self._todo, self._verdicts, self._retried = deque(pairs), {}, set()
-        left = self._budget
+        self._end = math.inf
+        futures = [self._threads.submit(self._judge, pair) for pair in pairs]
         try:
-            while len(self._verdicts) < len(pairs) and left > 0:
-                self._hand_out()
-                judging, begun = any(w.pair for w in self._workers), time.monotonic()
-                self._collect(begun + left if judging else math.inf)
-                left -= (time.monotonic() - begun) * judging
-        finally:
-            # Ctrl-C in the middle must not leave a verdict that the next call takes for its own.
-            for worker in [w for w in self._workers if w.pair is not None]:
-                self._kill(worker)
-        self.timeouts += len(pairs) - len(self._verdicts)
-        return self._verdicts
+            found = [future.result() for future in futures]
+        except BaseException:  # Ctrl-C, or no worker can be started: nobody goes on judging
+            self._end = -math.inf
+            for worker in list(self._workers):
+                worker.kill()  # its thread buries it
+            wait(futures)
+            self.close()
+            raise
+        self.timeouts += sum(verdict not in (0.0, 1.0) for verdict in found)
+        pairs_found = zip(pairs, found, strict=True)
+        return {pair: float(v == 1) for pair, v in pairs_found if v is not None}
 
-    def _hand_out(self) -> None:
-        """Give each idle worker a pair, and start workers for what is left over."""
-        idle = [w for w in self._workers if w.ready and w.pair is None]
-        for worker in idle[: len(self._todo)]:
+    def _judge(self, pair: Pair) -> float | None:
+        """A worker's verdict, NaN if it has none; None once the budget is spent. In a thread."""
+        for _ in range(2):
+            if time.monotonic() >= self._end:
+                return None
             try:
+                worker = self._idle.pop()
+            except IndexError:
+                worker = self._start()
+            begun = time.monotonic()
+            self._end = min(self._end, begun + self._budget)
+            with contextlib.suppress(BrokenPipeError):  # it died while idle, as its reply will say
                 # One line is below 64 KiB (MAX_CHARS), so the empty pipe takes it without waiting.
-                worker.proc.stdin.write(json.dumps(self._todo[0]).encode() + b"\n")
-            except BrokenPipeError:  # it died while idle: nobody's verdict is lost
-                self._drop(worker, "")
-            else:
-                worker.pair = self._todo.popleft()
-                worker.deadline = time.monotonic() + self._timeout
-        starting = sum(not w.ready for w in self._workers)
-        for _ in range(min(len(self._todo) - starting, self._num_workers - len(self._workers))):
-            self._start()
+                worker.stdin.write(json.dumps(pair).encode() + b"\n")
+            reply = _reply(worker, min(begun + self._timeout, self._end) - time.monotonic())
+            if reply in (b"0\n", b"1\n"):
+                self._idle.append(worker)
+                return float(reply)
+            self._kill(worker)
+            if reply is None:
+                return None if time.monotonic() >= self._end else math.nan
+            self._tell(worker.returncode)
+        return math.nan
 
-    def _collect(self, end: float) -> None:
-        """Wait for the next reply or deadline, or for `end`; note verdicts, drop who failed."""
-        soonest = min(end, *(w.deadline for w in self._workers))
-        for key, _ in self._selector.select(max(0.0, soonest - time.monotonic())):
-            worker, reply = key.data, os.read(key.fd, 4096)  # a line is one atomic pipe write
-            if reply == b"ready\n" and not worker.ready:
-                worker.ready, worker.deadline, self._failed_starts = True, math.inf, 0
-            elif reply in (b"0\n", b"1\n") and worker.pair is not None:
-                self._verdicts[worker.pair] = float(reply == b"1\n")
-                worker.pair, worker.deadline = None, math.inf
-            else:  # end of file: it died; or it said why it cannot start
-                self._drop(worker, reply.decode(errors="replace").strip())
-        for worker in [w for w in self._workers if w.deadline <= time.monotonic()]:
-            self._drop(worker, "no reply in time")
-
-    def _drop(self, worker: _Worker, reason: str) -> None:
-        died = not reason
-        self._kill(worker)
-        if died and worker.ready:
-            self._tell(worker)
-        if died and worker.pair is not None and worker.pair not in self._retried:
-            self._retried.add(worker.pair)
-            self._todo.append(worker.pair)
-        elif worker.pair is not None:
-            self._verdicts[worker.pair] = 0.0
-            self.timeouts += 1
-        elif not worker.ready:
-            self._failed_starts += 1
-            if self._failed_starts >= MAX_FAILED_STARTS:
-                self.close()
-                raise RewardError(
-                    f"no grading worker can be started with {sys.executable}: "
-                    f"{reason or 'it died without a word'} (is math-verify installed there?)"
-                )
-
-    def _tell(self, worker: _Worker) -> None:
+    def _tell(self, code: int) -> None:
         """Say once in a run that workers die; a slow machine would say it at every answer."""
-        code = worker.proc.returncode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         hint = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
         what = "it is replaced, an answer it held is tried again, and the run goes on (said once)"
-        if not self._told:
+        if not self._told and self._end > 0:  # else it was this process that killed it
+            self._told = True
             print(f"reward: a grading worker {how}{hint}; {what}.", file=sys.stderr, flush=True)
-        self._told = True
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
+        """A worker that is ready."""
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         # -P: the worker must not find this directory's files where it looks for libraries.
         command = [sys.executable, "-P", os.path.abspath(__file__)]
-        proc = subprocess.Popen(
-            command, bufsize=0, env=os.environ | threads, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        worker = _Worker(proc, time.monotonic() + START_SECONDS)
-        self._workers.append(worker)
-        self._selector.register(proc.stdout, selectors.EVENT_READ, worker)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        for _ in range(MAX_STARTS):
+            worker = subprocess.Popen(command, bufsize=0, env=os.environ | threads, **pipes)
+            self._workers.append(worker)
+            reply = _reply(worker, START_SECONDS)
+            if reply == b"ready\n":
+                return worker
+            self._kill(worker)
+        said = "no reply in time" if reply is None else reply.decode(errors="replace").strip()
+        raise RewardError(
+            f"no grading worker can be started with {sys.executable}: "
+            f"{said or 'it died without a word'} (is math-verify installed there?)"
+        )
 
-    def _kill(self, worker: _Worker) -> None:
+    def _kill(self, worker: subprocess.Popen[bytes]) -> None:
         self._workers.remove(worker)
-        self._selector.unregister(worker.proc.stdout)
-        with worker.proc:  # closes its pipes and waits for its end
-            worker.proc.kill()  # SIGKILL: anything milder waits for C code to return
+        with worker:  # closes its pipes and waits for its end
+            worker.kill()  # SIGKILL: anything milder waits for C code to return
 
 
 def _refuse_sums(parser: type) -> None:

@@ -479,20 +479,19 @@ def git(folder: Path, *command: str) -> str:
 def test_environment_names_the_commit_and_whether_the_code_is_its(tmp_path, monkeypatch):
     (tmp_path / "common").mkdir()
     monkeypatch.setattr(metrics, "__file__", str(tmp_path / "common/metrics.py"))
-    facts = environment()
-    assert facts["commit"] is facts["dirty"] is None  # no checkout
+    assert environment()["commit"] is None  # no checkout
     (tmp_path / "grpo_x.py").write_text("1")
     git(tmp_path, "init")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "m")
     (tmp_path / "data.jsonl").write_text("a user's own")
-    facts = environment()
-    assert facts["commit"] == git(tmp_path, "rev-parse", "HEAD") and facts["dirty"] is False
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    git(tmp_path, "tag", "v1")
+    assert environment()["commit"] == commit
     (tmp_path / "grpo_x.py").write_text("2")
-    assert environment()["dirty"] is True
+    assert environment()["commit"] == f"{commit}-dirty"
     monkeypatch.setenv("PATH", "/none")  # no git
-    facts = environment()
-    assert facts["commit"] is facts["dirty"] is None
+    assert environment()["commit"] is None
 
 
 # --------------------------------------------------------------------------------- curves

@@ -54,7 +54,7 @@ def gsm8k(split: str) -> tuple[list[str], list[str]]:
 
 
 def pids(grader: Grader) -> list[int]:
-    return [worker.proc.pid for worker in grader._workers]
+    return [worker.pid for worker in grader._workers]
 
 
 @pytest.fixture(scope="module")
@@ -433,17 +433,16 @@ def test_the_start_of_a_worker_is_not_counted(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
     monkeypatch.setattr(reward, "time", clock)
     with Grader(1, timeout=10.0, budget=10.0) as grader:
-        collect, starts = grader._collect, []
+        start, starts = grader._start, []
 
-        def slow_start(end):
-            if not any(worker.pair for worker in grader._workers):
-                starts.append(end)
-                late[0] += 20.0
-            collect(end)
+        def slow_start():
+            starts.append(start())
+            late[0] += 20.0
+            return starts[-1]
 
-        monkeypatch.setattr(grader, "_collect", slow_start)
+        monkeypatch.setattr(grader, "_start", slow_start)
         assert grader.grade([box("14/2")], ["7"]) == [1.0]
-    assert starts and set(starts) == {float("inf")}
+    assert len(starts) == 1
 
 
 # -------------------------------------------------------------------------- workers that go away
@@ -461,15 +460,15 @@ def test_a_worker_killed_while_idle_costs_nothing():
 def kill_in_the_middle(grader: Grader, times: int) -> threading.Thread:
     """Stops the only worker, so that it is certainly at work, and kills it; `times` workers."""
 
+    ready, start = list(grader._workers), grader._start
+    grader._start = lambda: ready.append(start()) or ready[-1]
+
     def kill() -> None:
-        seen: set[int] = set()
-        while len(seen) < times:
-            busy = [w.proc.pid for w in list(grader._workers) if w.pair and w.proc.pid not in seen]
-            for pid in busy:
-                time.sleep(0.2)
-                os.kill(pid, signal.SIGKILL)
-                seen.add(pid)
-            time.sleep(0.01)
+        for place in range(times):
+            while len(ready) <= place or ready[place] in grader._idle:
+                time.sleep(0.01)
+            time.sleep(0.2)
+            ready[place].kill()
 
     os.kill(pids(grader)[0], signal.SIGSTOP)  # it takes the pair and never answers
     thread = threading.Thread(target=kill, daemon=True)
@@ -540,16 +539,17 @@ def test_memory_is_limited():
             assert line.split()[3] == str(reward.MEMORY_BYTES)
 
 
-def test_an_interrupted_call_leaves_no_verdict_behind(monkeypatch):
+def test_an_interrupted_call_leaves_no_verdict_behind(capfd):
     with ready_grader(1, 30.0) as grader:
-
-        def interrupt(_end):
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(grader, "_collect", interrupt)
-            grader.grade([box("14/2")], ["7"])  # its 1 would be read as the next pair's
-        assert grader.grade([box("15/2")], ["7"]) == [0.0]
+        worker = grader._workers[0]
+        worker.send_signal(signal.SIGSTOP)  # it takes the pair and never answers
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            grader.grade([box("14/2"), box("21/3"), box("28/4")], ["7"] * 3)
+        assert worker.returncode == -signal.SIGKILL and not grader._workers
+        assert grader.timeouts == 0 and len(grader._cache) == 1  # ready_grader's own pair
+        assert grader.grade([box("15/2")], ["7"]) == [0.0]  # not the 1 of the pair before
+    assert capfd.readouterr().err == ""  # nobody is told of a death that this process caused
 
 
 def test_ctrl_c_is_left_to_the_trainer():
@@ -578,7 +578,7 @@ sys.path.insert(0, sys.argv[1])
 from common.reward import Grader
 grader = Grader(1, 600.0)
 assert grader.grade([r"\\boxed{14/2}"], ["7"]) == [1.0]
-print(grader._workers[0].proc.pid, flush=True)
+print(grader._workers[0].pid, flush=True)
 if sys.argv[2] == "killed":
     grader.grade([r"\\boxed{5^{5^{5^{5}}}}"], ["7"])
 """
@@ -602,7 +602,7 @@ def test_close_is_idempotent_and_not_the_end():
     grader = Grader(1, 30.0)
     grader.close()
     assert grader.grade([box("14/2")], ["7"]) == [1.0]
-    processes = [worker.proc for worker in grader._workers]
+    processes = list(grader._workers)
     grader.close()
     grader.close()
     assert [process.returncode for process in processes] == [-signal.SIGKILL]
@@ -626,6 +626,17 @@ def test_workers_that_cannot_start_are_one_clear_error(cause, tmp_path, monkeypa
             assert cause != "says why" or "No module named math_verify" in str(error.value)
             assert grader.grade([box("7")], ["7"]) == [1.0]
             assert grader._workers == []
+
+
+def test_a_worker_that_fails_to_start_once_is_started_again(tmp_path, monkeypatch):
+    program, failed = tmp_path / "python", tmp_path / "failed"
+    again = f'[ -e {failed} ] && exec {sys.executable} "$@"'
+    program.write_text(f"#!/bin/sh\n{again}\ntouch {failed}; exit 1")
+    program.chmod(0o755)
+    monkeypatch.setattr(reward.sys, "executable", str(program))
+    with Grader(1, 30.0) as grader:
+        assert grader.grade([box("14/2")], ["7"]) == [1.0]
+    assert failed.exists()
 
 
 # ---------------------------------------------------------------------- custom reward functions
