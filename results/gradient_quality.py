@@ -14,6 +14,9 @@ gets the same batches, at the same policy, so that their gradients can be compar
             nothing about where the mean points, therefore also
     bias    the cosine of the mean gradient with uniform's, which is the policy gradient without
             bias; corrected for the noise of both, so 1 is no bias
+    aligned worth * bias^2: the same number where only what points along the policy gradient counts;
+            so many completions under uniform credit have, where noise is most of a gradient, the
+            same expected cosine with the policy gradient
     cosine  of one batch's gradient with the policy gradient of the other batches
     adam    the worth where each coordinate is divided by its root mean square over the batches, as
             Adam does: what is left of it for a run of the scripts
@@ -61,23 +64,33 @@ from common.data import load_data, token_roles
 
 LONG = ["--model_name_or_path", str(ROOT / "common/long_policy"), "--max_completion_length", "160"]
 SEED = ["--seed", "99"]  # no training run of ours has it
-POLICIES = "uniform-default"  # folder of the run that trained policies are from
+POLICIES = {  # runs that trained policies are from
+    "uniform-default": ["--save_steps", "15"],
+    "uniform-8": [  # as in learning_curves.py
+        *LONG, "--dataset_config", "8", "--per_device_train_batch_size", "16", "--max_steps", "40",
+        "--learning_rate", "0.002", "--warmup_steps", "3", "--save_steps", "40",
+        "--steps_per_generation", "1", "--gradient_accumulation_steps", "1",
+    ],
+}  # fmt: skip
 CONTINUATIONS, DRAWS = 32, 2000  # from each claim; of the bootstrap
 
 
 class Setting(NamedTuple):
     title: str
     flags: list[str]
-    step: int  # of the default uniform run; 0 is no adapter
+    policy: tuple[str, int] | None  # a run with uniform credit and its step; None is no adapter
     batches: int
 
 
 SETTINGS = {
-    "4-start": Setting("3-4 operations, untrained", [], 0, 24),
-    "4-middle": Setting("3-4 operations, step 15", [], 15, 12),
-    "4-end": Setting("3-4 operations, step 45", [], 45, 32),
-    "6": Setting("6 operations, untrained", [*LONG, "--dataset_config", "6"], 0, 12),
-    "8": Setting("8 operations, untrained", [*LONG, "--dataset_config", "8"], 0, 24),
+    "4-start": Setting("3-4 operations, untrained", [], None, 24),
+    "4-middle": Setting("3-4 operations, step 15", [], ("uniform-default", 15), 12),
+    "4-end": Setting("3-4 operations, step 45", [], ("uniform-default", 45), 32),
+    "6": Setting("6 operations, untrained", [*LONG, "--dataset_config", "6"], None, 12),
+    "8": Setting("8 operations, untrained", [*LONG, "--dataset_config", "8"], None, 24),
+    "8-end": Setting(
+        "8 operations, step 40", [*LONG, "--dataset_config", "8"], ("uniform-8", 40), 16
+    ),
 }
 
 
@@ -110,7 +123,7 @@ ORACLES = (
 )  # fmt: skip
 UNIFORM, NULL = "uniform (GRPO)", "other samples"
 EVERYTHING = {*METHODS, *ORACLES, NULL, "reward"}  # of a batch
-KEYS = ("worth", "adam", "bias", "cosine")
+KEYS = ("worth", "aligned", "adam", "bias", "cosine")
 
 
 # ---- Gradients: what the processes compute -------------------------------------------------------
@@ -121,8 +134,8 @@ def prepare(name: str, folder: Path, flags: tuple[str, ...]):
     args = trainer.parse_args([*SEED, *setting.flags, *flags])
     tokenizer, data, _ = load_data(args)
     run = trainer.build_run(args, tokenizer)
-    if setting.step:
-        checkpoint = folder / POLICIES / f"checkpoint-{setting.step}"
+    if setting.policy:
+        checkpoint = folder / setting.policy[0] / f"checkpoint-{setting.policy[1]}"
         set_peft_model_state_dict(run.model, load_file(checkpoint / "adapter_model.safetensors"))
     return run, data
 
@@ -244,10 +257,11 @@ def load(path: Path) -> dict[str, Tensor]:
 
 
 def train_policies(folder: Path) -> None:
-    """The uniform run that policies are from."""
+    """A uniform run that policies are from."""
     print(f"training {folder.name}, about two minutes", flush=True)
-    command = [sys.executable, str(ROOT / "grpo_arca.py"), "--credit", "uniform", "--save_steps"]
-    command += ["15", "--output_dir", str(folder), "--resume_from_checkpoint", "latest"]
+    command = [sys.executable, str(ROOT / "grpo_arca.py"), "--credit", "uniform"]
+    command += [*POLICIES[folder.name], "--output_dir", str(folder)]
+    command += ["--resume_from_checkpoint", "latest"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
 
 
@@ -312,8 +326,10 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict]:
         cosines = (own * others).sum(1) / lengths
         cosine = weights @ cosines / count
         adam = snr(as_adam_sees(own), weights) / adam_reference
+        bias = cross / norms**0.5
+        aligned = worth * bias.clip(0) ** 2
         row = {"method": name, "snr": snr(products, weights)[0]}
-        for key, values in zip(KEYS, (worth, adam, cross / norms**0.5, cosine), strict=True):
+        for key, values in zip(KEYS, (worth, aligned, adam, bias, cosine), strict=True):
             low, high = np.nanpercentile(values[1:], [2.5, 97.5])
             row |= {key: values[0], f"{key}_low": low, f"{key}_high": high}
         rows.append(row)
@@ -348,7 +364,7 @@ def tabulate(name: str, folder: Path) -> list[dict]:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Worth by method, a panel a setting: oracles on top, then by worth."""
+    """Worth by method, a panel a setting: oracles on top, then by worth in the last."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -360,10 +376,12 @@ def draw(rows: list[dict], path: Path) -> None:
         {*METHODS} - {UNIFORM}, key=lambda n: [r["worth"] for r in last if r["method"] == n]
     )
     names = [NULL, *names, *reversed(ORACLES)]
-    figure, panels = plt.subplots(
-        1, len(titles), figsize=(3 + 2.6 * len(titles), 0.3 * len(names) + 1.4), sharey=True
-    )
-    for axes, title in zip(np.atleast_1d(panels), titles, strict=True):
+    columns, lines = min(3, len(titles)), -(-len(titles) // 3)
+    size = (2.3 + 2.6 * columns, lines * (0.23 * len(names) + 0.8) + 0.6)
+    figure, panels = plt.subplots(lines, columns, figsize=size, sharey=True, squeeze=False)
+    for axes in panels.flat[len(titles) :]:
+        axes.set_visible(False)
+    for axes, title in zip(panels.flat, titles):
         of = {row["method"]: row for row in rows if row["setting"] == title}
         axes.axvline(1, color="#888888", linewidth=1)
         for place, name in enumerate(names):
@@ -381,7 +399,8 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.set_title(f"{title}\n{reward:.0%} right", loc="left", fontsize=9, fontweight="bold")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    np.atleast_1d(panels)[0].set_yticks(range(len(names)), names, fontsize=9)
+    for axes in panels[:, 0]:
+        axes.set_yticks(range(len(names)), names, fontsize=9)
     figure.supxlabel(
         "worth: how many completions under uniform credit (GRPO) one is worth, with 95% interval\n"
         "(hollow: the mean gradient may be more than 25 degrees off the policy gradient)",
@@ -415,11 +434,11 @@ def main() -> None:
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:split])
     args.flags = sys.argv[split + 1 :]
-    policies = args.folder / POLICIES
     if not args.draw:
-        trained = any(SETTINGS[name].step for name in args.settings)
-        if trained and not (policies / "summary.json").exists():
-            train_policies(policies)
+        trained = {SETTINGS[name].policy[0] for name in args.settings if SETTINGS[name].policy}
+        for name in sorted(trained):
+            if not (args.folder / name / "summary.json").exists():
+                train_policies(args.folder / name)
         jobs = [
             (name, batch, args.folder, tuple(args.flags))
             for name in args.settings

@@ -7,7 +7,7 @@
 
 Worth (gradient_quality.py) can only show where noise is what limits learning. So rollouts are
 small: 16 completions of 2 problems, on chains of 8 operations (where exact credit is worth most),
-for 40 rollouts, with one update a rollout or with two. Stages:
+for 40 rollouts, with one update a rollout or with four. Stages:
 
     control   uniform credit, the value oracle (value_oracle.py) and uniform credit with twice the
               completions, whose worth is 2: what these two do not show, no method will
@@ -38,9 +38,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs/learning_curves"
 ROLLOUTS, COMPLETIONS, EVERY, HELD_OUT = 40, 16, 10, 100
-RATES = ("0.002", "0.004")
 SWEEP_SEEDS, SEEDS, FEWER = (101, 102), tuple(range(1, 9)), tuple(range(1, 4))
-REGIMES = {"one update": 1, "two updates": 2}  # of COMPLETIONS / updates, for each rollout
+REGIMES = {"one update": 1, "four updates": 4}  # of COMPLETIONS / updates, for each rollout
+RATES = {"one update": ("0.001", "0.002", "0.004"), "four updates": ("0.001", "0.002")}
 TASK = [
     "--model_name_or_path", str(ROOT / "common/long_policy"), "--dataset_config", "8",
     "--max_completion_length", "160",
@@ -57,6 +57,9 @@ class Method(NamedTuple):
 METHODS = {
     "uniform (GRPO)": Method("grpo_arca.py", "--credit uniform"),
     "value oracle": Method("results/value_oracle.py", ""),
+    "value oracle, whole steps": Method(
+        "results/value_oracle.py", "--whole_steps", regimes=("one update",)
+    ),
     "uniform, 32 completions": Method(
         "grpo_arca.py",
         "--credit uniform --steps_per_generation 2 --gradient_accumulation_steps 2",
@@ -65,13 +68,14 @@ METHODS = {
     "arca": Method("grpo_arca.py", "--credit arca"),
     "arca, p = 2": Method("grpo_arca.py", "--credit arca --sharpening 2"),
     "arca's weights shuffled": Method("grpo_arca.py", "--credit shuffled"),
+    "divergence": Method("grpo_arca.py", "--credit divergence"),
     "oar_g": Method("grpo_oar.py", "--credit oar_g"),
     "oar_p": Method("grpo_oar.py", "--credit oar_p", FEWER),
     "s_trace": Method("grpo_strace.py", "--credit s_trace"),
     "p_trace": Method("grpo_strace.py", "--credit p_trace"),
-    "gspo": Method("grpo_strace.py", "--credit gspo", SEEDS, ("two updates",)),  # else uniform
+    "gspo": Method("grpo_strace.py", "--credit gspo", SEEDS, ("four updates",)),  # else uniform
 }
-CONTROL = UNIFORM, ORACLE, _ = "uniform (GRPO)", "value oracle", "uniform, 32 completions"
+CONTROL = UNIFORM, ORACLE, *_ = list(METHODS)[:4]
 
 
 class Run(NamedTuple):
@@ -118,7 +122,7 @@ class Run(NamedTuple):
 
 # ---- Which runs ----------------------------------------------------------------------------------
 def sweep(regime: str, method: str, seeds=SWEEP_SEEDS) -> list[Run]:
-    return [Run(regime, method, rate, seed, False) for rate in RATES for seed in seeds]
+    return [Run(regime, method, rate, seed, False) for rate in RATES[regime] for seed in seeds]
 
 
 def best_rate(regime: str, method: str, seeds=SWEEP_SEEDS) -> str | None:
@@ -126,7 +130,7 @@ def best_rate(regime: str, method: str, seeds=SWEEP_SEEDS) -> str | None:
     runs = sweep(regime, method, seeds)
     if not all(run.done() for run in runs):
         return None
-    rewards = {rate: [] for rate in RATES}
+    rewards = {rate: [] for rate in RATES[regime]}
     for run in runs:
         rewards[run.rate] += [row["reward"] for row in run.rows() if "reward" in row]
     return max(rewards, key=lambda rate: np.mean(rewards[rate]))
@@ -173,7 +177,8 @@ def passed_tokens(run: Run) -> tuple[float, float]:
     rows = [row for row in run.rows() if "reward" in row]
     sampled = sum(row["rollout_tokens"] for row in rows if row["seconds_rollout"] > 0)
     probes = sum(row.get("credit_forward_tokens", 0) for row in rows if row["seconds_rollout"] > 0)
-    return sampled, (4 + ("arca" in run.method)) * sampled + 1.5 * probes
+    base = "arca" in run.method or run.method == "divergence"
+    return sampled, (4 + base) * sampled + 1.5 * probes
 
 
 def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:

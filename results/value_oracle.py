@@ -1,6 +1,7 @@
 """grpo_arca.py with exact credit: GRPO where each step's advantage is the change of its value.
 
     python results/value_oracle.py --seed 1 --output_dir runs/oracle      # grpo_arca.py's flags
+    python results/value_oracle.py --whole_steps ...    # not on the digits that state a step alone
 
 What a credit method could reach on the embedded task if it knew everything. Every rollout's steps
 are valued by 16 continuations from each claim that a sample reached (step_values.py), which are not
@@ -18,7 +19,7 @@ from step_values import read_rollout, step_advantages, step_values
 
 import grpo_arca as trainer
 
-CONTINUATIONS = 16
+CONTINUATIONS, WHOLE = 16, "--whole_steps" in sys.argv
 sample_and_grade = trainer.collect
 
 
@@ -29,7 +30,7 @@ def collect(run, data: tuple, metrics: dict) -> tuple:
     values = step_values(run, data, solutions, problem_of, CONTINUATIONS)
     for micro in micros:
         size = run.args.num_generations
-        micro.credit = step_advantages(solutions, values, micro, size, whole=False)
+        micro.credit = step_advantages(solutions, values, micro, size, WHOLE)
         micro.advantages = torch.ones_like(micro.advantages)
     return micros, problem_of
 
@@ -42,5 +43,6 @@ def assign_credit(run, micros: list, metrics: dict) -> None:
 
 if __name__ == "__main__":
     trainer.collect, trainer.assign_credit = collect, assign_credit
-    sys.argv += ["--credit", "uniform"]  # whose objective is A * credit, too
+    words = [word for word in sys.argv if word != "--whole_steps"]
+    sys.argv = [*words, "--credit", "uniform"]  # whose objective is A * credit, too
     trainer.main()

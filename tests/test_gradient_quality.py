@@ -65,6 +65,7 @@ def test_worth_bias_and_cosine_of_gradients_made_to_measure():
         row = rows[name]
         assert row["worth"] == pytest.approx(worth, rel=0.15), name
         assert row["bias"] == pytest.approx(bias, abs=0.05), name
+        assert row["aligned"] == pytest.approx(worth * bias**2, rel=0.15), name
         assert row["worth_low"] <= worth <= row["worth_high"], name
         assert row["worth_low"] < row["worth"] < row["worth_high"], name
     # One batch has length sqrt(1 + 4), of which 1 points along the mean.

@@ -22,7 +22,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(study, "METHODS", methods)
     monkeypatch.setattr(study, "CONTROL", (study.UNIFORM, study.ORACLE))
     monkeypatch.setattr(study, "HELD_OUT", 4)
-    monkeypatch.setattr(study, "RATES", ("0.002", "0.004"))
+    monkeypatch.setattr(study, "RATES", dict.fromkeys(study.REGIMES, ("0.002", "0.004")))
     monkeypatch.setattr(study, "ROLLOUTS", 2)
     monkeypatch.setattr(study, "EVERY", 1)
     monkeypatch.setattr(study, "FOLDER", tmp_path)
@@ -76,7 +76,7 @@ def test_the_sweep_chooses_by_training_reward_and_the_table_is_paired(small):
 
 @pytest.mark.slow
 def test_the_study_end_to_end(small, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(study, "RATES", ("0.004",))
+    monkeypatch.setattr(study, "RATES", {"one update": ("0.004",)})
     monkeypatch.setattr(study, "SWEEP_SEEDS", (101,))
     methods = {name: study.METHODS[name]._replace(seeds=(1,)) for name in study.CONTROL}
     monkeypatch.setattr(study, "METHODS", methods)

@@ -37,7 +37,7 @@ def parts(name: str, layers: int) -> tuple[int, int, int]:
 def test_fake_tensors_count_what_real_ones_do(weights):
     """The tiny policy, whose data are really there."""
     config = AutoConfig.from_pretrained(TINY)
-    step = {"completions": 16, "micro_batch": 8, "prompt_tokens": 20, "completion_tokens": 60}
+    step = {"completions": 8, "micro_batch": 4, "prompt_tokens": 20, "completion_tokens": 30}
     options = asked(**step, rollout_weights=weights)
     real, fake = (memory.count(config, options, fake=fake) for fake in (False, True))
     assert real == pytest.approx(fake, rel=0.02)
