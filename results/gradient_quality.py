@@ -72,7 +72,7 @@ POLICIES = {  # runs that trained policies are from
         "--steps_per_generation", "1", "--gradient_accumulation_steps", "1",
     ],
 }  # fmt: skip
-CONTINUATIONS, DRAWS = 32, 2000  # from each claim; of the bootstrap
+DRAWS = 2000  # of the bootstrap
 
 
 class Setting(NamedTuple):
@@ -154,11 +154,13 @@ def credited(method: Method, module, run, micros: list, stats: list) -> list:
     return copies
 
 
-def oracle_credits(run, data: tuple, micros: list, problem_of: dict) -> dict[str, list]:
+def oracle_credits(
+    run, data: tuple, micros: list, problem_of: dict, continuations: int
+) -> dict[str, list]:
     """Copies of the micro-batches with each oracle's credit."""
     size = run.args.num_generations
     solutions = read_rollout(run, micros, problem_of)
-    values = step_values(run, data, solutions, problem_of, CONTINUATIONS)
+    values = step_values(run, data, solutions, problem_of, continuations)
     made = {name: [replace(micro) for micro in micros] for name in ORACLES}
     for place, micro in enumerate(micros):
         for name, whole in ((ORACLES[0], False), (ORACLES[1], True)):
@@ -211,7 +213,9 @@ def gradients(run, micros: list, methods: dict[str, list[Tensor]]) -> dict[str, 
     return sums
 
 
-def measure(name: str, batch: int, folder: Path, flags: tuple[str, ...]) -> None:
+def measure(
+    name: str, batch: int, folder: Path, continuations: int, flags: tuple[str, ...]
+) -> None:
     """All methods' gradients of one batch, into a file."""
     path = folder / name / f"{batch}.pt"
     found, run, data = load(path), *prepare(name, folder, flags)
@@ -236,7 +240,8 @@ def measure(name: str, batch: int, folder: Path, flags: tuple[str, ...]) -> None
         methods[method_name] = token_coefficients(module, args, copies)
     args = trainer.parse_args([*flags, "--credit", "uniform"])
     if not {*ORACLES} <= found.keys():
-        for oracle, copies in oracle_credits(run, data, micros, problem_of).items():
+        exact = oracle_credits(run, data, micros, problem_of, continuations)
+        for oracle, copies in exact.items():
             methods[oracle] = token_coefficients(trainer, args, copies)
     found |= gradients(run, micros, methods)
     if NULL not in found:
@@ -427,6 +432,7 @@ def main() -> None:
     )
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--batches", type=int, help="of each setting, if not its own number")
+    parser.add_argument("--continuations", type=int, default=32, help="of oracles, from each step")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--draw", action="store_true", help="measure nothing more")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/gradient_quality")
@@ -440,7 +446,7 @@ def main() -> None:
             if not (args.folder / name / "summary.json").exists():
                 train_policies(args.folder / name)
         jobs = [
-            (name, batch, args.folder, tuple(args.flags))
+            (name, batch, args.folder, args.continuations, tuple(args.flags))
             for name in args.settings
             for batch in range(args.batches or SETTINGS[name].batches)
             if not EVERYTHING <= load(args.folder / name / f"{batch}.pt").keys()

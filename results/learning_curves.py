@@ -241,7 +241,7 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
 
     regimes = list(dict.fromkeys(row["regime"] for row in rows))
     figure, panels = plt.subplots(len(regimes), 2, figsize=(12, 4.2 * len(regimes)), squeeze=False)
-    colours = dict(zip(METHODS, plt.get_cmap("tab10").colors))
+    colours = dict(zip(METHODS, plt.get_cmap("tab20").colors))
     for (left, right), regime in zip(panels, regimes):
         here = [row for row in rows if row["regime"] == regime and row["seeds"]]
         for place, row in enumerate(here):
