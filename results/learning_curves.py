@@ -7,7 +7,8 @@
 
 Worth (gradient_quality.py) can only show where noise is what limits learning. So rollouts are
 small: 16 completions of 2 problems, on chains of 8 operations (where exact credit is worth most),
-for 40 rollouts, with one update a rollout or with four. Stages:
+for 40 rollouts, with one update a rollout or with four; and, for the controls, with a learning rate
+that does not fall. Stages:
 
     control   uniform credit, the value oracle (value_oracle.py) and uniform credit with twice the
               completions, whose worth is 2: what these two do not show, no method will
@@ -39,8 +40,13 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs/learning_curves"
 ROLLOUTS, COMPLETIONS, EVERY, HELD_OUT = 40, 16, 10, 100
 SWEEP_SEEDS, SEEDS, FEWER = (101, 102), tuple(range(1, 9)), tuple(range(1, 4))
-REGIMES = {"one update": 1, "four updates": 4}  # of COMPLETIONS / updates, for each rollout
-RATES = {"one update": ("0.001", "0.002", "0.004"), "four updates": ("0.001", "0.002")}
+CONSTANT = "one update, constant rate"  # else the learning rate falls to 0 by a cosine
+REGIMES = {"one update": 1, CONSTANT: 1, "four updates": 4}  # a rollout, of COMPLETIONS / updates
+RATES = {
+    "one update": ("0.001", "0.002", "0.004"),
+    CONSTANT: ("0.001", "0.002"),
+    "four updates": ("0.001", "0.002"),
+}
 TASK = [
     "--model_name_or_path", str(ROOT / "common/long_policy"), "--dataset_config", "8",
     "--max_completion_length", "160",
@@ -51,12 +57,12 @@ class Method(NamedTuple):
     script: str
     flags: str
     seeds: tuple[int, ...] = SEEDS
-    regimes: tuple[str, ...] = tuple(REGIMES)
+    regimes: tuple[str, ...] = ("one update", "four updates")
 
 
 METHODS = {
-    "uniform (GRPO)": Method("grpo_arca.py", "--credit uniform"),
-    "value oracle": Method("results/value_oracle.py", ""),
+    "uniform (GRPO)": Method("grpo_arca.py", "--credit uniform", regimes=tuple(REGIMES)),
+    "value oracle": Method("results/value_oracle.py", "", regimes=tuple(REGIMES)),
     "value oracle, whole steps": Method(
         "results/value_oracle.py", "--whole_steps", regimes=("one update",)
     ),
@@ -100,6 +106,7 @@ class Run(NamedTuple):
             "eval_steps": EVERY * updates if self.held_out else 0,
             "max_eval_samples": HELD_OUT if self.held_out else 1, "warmup_steps": 3 * updates,
             "resume_from_checkpoint": "latest",
+            "lr_scheduler_type": "constant_with_warmup" if self.regime == CONSTANT else "cosine",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
         return [sys.executable, str(ROOT / method.script), *TASK, *words, *method.flags.split()]
@@ -254,7 +261,7 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
                 ends, y = [row[f"{key}_low"], row[f"{key}_high"]], place + shift
                 right.plot(ends, [y] * 2, color=colours[name], linewidth=2, alpha=0.5)
                 right.plot(row[f"{key}_more"], y, marker, color=colours[name], markersize=5)
-        left.set_title(f"Held-out accuracy, {regime} a rollout", loc="left", fontweight="bold")
+        left.set_title(f"Held-out accuracy, {regime}", loc="left", fontweight="bold")
         left.set_xlabel(f"rollouts of {COMPLETIONS} completions")
         left.legend(frameon=False, fontsize=8)
         right.axvline(0, color="#888888", linewidth=1)
