@@ -58,6 +58,7 @@ class Method(NamedTuple):
     flags: str
     seeds: tuple[int, ...] = SEEDS
     regimes: tuple[str, ...] = ("one update", "four updates")
+    rate_of: str = ""  # the method whose learning rate it takes, if not its own
 
 
 METHODS = {
@@ -78,6 +79,9 @@ METHODS = {
     "oar_g": Method("grpo_oar.py", "--credit oar_g"),
     "oar_p": Method("grpo_oar.py", "--credit oar_p", FEWER),
     "s_trace": Method("grpo_strace.py", "--credit s_trace"),
+    "s_trace at GRPO's rate": Method(
+        "grpo_strace.py", "--credit s_trace", rate_of="uniform (GRPO)"
+    ),
     "p_trace": Method("grpo_strace.py", "--credit p_trace"),
     "gspo": Method("grpo_strace.py", "--credit gspo", SEEDS, ("four updates",)),  # else uniform
 }
@@ -129,7 +133,8 @@ class Run(NamedTuple):
 
 # ---- Which runs ----------------------------------------------------------------------------------
 def sweep(regime: str, method: str, seeds=SWEEP_SEEDS) -> list[Run]:
-    return [Run(regime, method, rate, seed, False) for rate in RATES[regime] for seed in seeds]
+    name = METHODS[method].rate_of or method
+    return [Run(regime, name, rate, seed, False) for rate in RATES[regime] for seed in seeds]
 
 
 def best_rate(regime: str, method: str, seeds=SWEEP_SEEDS) -> str | None:
