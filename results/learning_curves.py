@@ -251,11 +251,16 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    rows = [row for row in rows if row["seeds"]]
     regimes = list(dict.fromkeys(row["regime"] for row in rows))
-    figure, panels = plt.subplots(len(regimes), 2, figsize=(12, 4.2 * len(regimes)), squeeze=False)
+    heights = [max(6, 2 + sum(row["regime"] == regime for row in rows)) for regime in regimes]
+    figure, panels = plt.subplots(
+        len(regimes), 2, figsize=(12, 0.45 * sum(heights)), squeeze=False, sharex="col",
+        height_ratios=heights,
+    )  # fmt: skip
     colours = dict(zip(METHODS, plt.get_cmap("tab20").colors))
     for (left, right), regime in zip(panels, regimes):
-        here = [row for row in rows if row["regime"] == regime and row["seeds"]]
+        here = [row for row in rows if row["regime"] == regime]
         for place, row in enumerate(here):
             name = row["method"]
             mean = np.mean(list(found[regime, name].values()), 0)
@@ -271,9 +276,10 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
         left.legend(frameon=False, fontsize=8)
         right.axvline(0, color="#888888", linewidth=1)
         right.set_yticks(range(len(here)), [row["method"] for row in here], fontsize=8)
-        right.invert_yaxis()
+        right.set_ylim(len(here) - 0.4, -0.6)
         right.set_title("Over uniform: area (dot) and end (square)", loc="left", fontweight="bold")
         for axes in (left, right):
+            axes.tick_params(labelbottom=True)
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

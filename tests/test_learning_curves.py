@@ -74,6 +74,12 @@ def test_the_sweep_chooses_by_training_reward_and_the_table_is_paired(small):
     assert rows["oar_g"]["share_of_rollouts"] == float("inf")
 
 
+def test_a_method_may_take_the_learning_rate_of_another():
+    for regime in ("one update", "four updates"):
+        borrowed = study.sweep(regime, "s_trace at GRPO's rate")
+        assert borrowed == study.sweep(regime, study.UNIFORM) != study.sweep(regime, "s_trace")
+
+
 @pytest.mark.slow
 def test_the_study_end_to_end(small, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(study, "RATES", {"one update": ("0.004",)})
