@@ -75,12 +75,12 @@ METHODS = {
     "arca": Method("grpo_arca.py", "--credit arca"),
     "arca, p = 2": Method("grpo_arca.py", "--credit arca --sharpening 2"),
     "arca's weights shuffled": Method("grpo_arca.py", "--credit shuffled"),
-    "divergence": Method("grpo_arca.py", "--credit divergence"),
+    "divergence": Method("grpo_arca.py", "--credit divergence", regimes=("one update",)),
     "oar_g": Method("grpo_oar.py", "--credit oar_g"),
     "oar_p": Method("grpo_oar.py", "--credit oar_p", FEWER),
     "s_trace": Method("grpo_strace.py", "--credit s_trace"),
     "s_trace at GRPO's rate": Method(
-        "grpo_strace.py", "--credit s_trace", rate_of="uniform (GRPO)"
+        "grpo_strace.py", "--credit s_trace", regimes=("one update",), rate_of="uniform (GRPO)"
     ),
     "p_trace": Method("grpo_strace.py", "--credit p_trace"),
     "gspo": Method("grpo_strace.py", "--credit gspo", SEEDS, ("four updates",)),  # else uniform
