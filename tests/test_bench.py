@@ -10,9 +10,8 @@ import grpo_arca
 import grpo_oar
 
 
-@pytest.mark.parametrize(
-    "module", [grpo_arca, pytest.param(grpo_oar, marks=pytest.mark.slow)], ids=lambda m: m.__name__
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [grpo_arca, grpo_oar], ids=lambda m: m.__name__)
 def test_shape_with_forced_lengths(module, tmp_path, monkeypatch):
     monkeypatch.setitem(bench.SHAPES, "0.6B", (64, 64, 1, 8, True))
     monkeypatch.setattr(bench, "VOCABULARY", 8192)

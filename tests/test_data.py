@@ -510,6 +510,7 @@ def test_other_numbers_of_operations_are_refused(config):
         data.load_problems(flags(dataset_config=config))
 
 
+@pytest.mark.slow
 def test_the_long_policy_can_do_eight_operations(make_run, tokenizer):
     policy = str(Path(TINY).with_name("long_policy"))
     run = make_run(model=policy, adapter=0.0, max_completion_length=160)

@@ -140,6 +140,7 @@ def test_a_step(monkeypatch, module, flags):
     assert torch.cat([micro.rewards for micro in micros]).std() > 0
 
 
+@pytest.mark.slow
 def test_a_run(monkeypatch, tmp_path):
     """With evaluation, metrics, checkpoint, report, and a second run that resumes."""
     flags = f"--output_dir {tmp_path} --save_steps 1 --max_eval_samples 2 --num_generations_eval 2"

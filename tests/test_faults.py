@@ -128,6 +128,7 @@ def broken(completions, **_):
 """
 
 
+@pytest.mark.slow  # quick: README's own trains
 def test_a_reward_function_of_the_users_own_is_trained_on(run_main, rows_of, tmp_path, monkeypatch):
     """From the working directory, weighted and summed; evaluation stays correctness."""
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -152,6 +153,7 @@ def test_an_exception_in_a_reward_function_is_one_sentence(run_main, tmp_path, m
     assert "reward function broken: ValueError" in sentences[0] and "no digits" in sentences[0]
 
 
+@pytest.mark.slow  # quick: tests/test_reward.py
 def test_a_killed_reward_worker_is_said_once_and_replaced(run_main, rows_of, tmp_path):
     """Answers that take a worker to compare; the first worker to appear is killed."""
     data = tmp_path / "data.jsonl"

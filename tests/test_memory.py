@@ -33,7 +33,8 @@ def parts(name: str, layers: int) -> tuple[int, int, int]:
     return linear, VOCABULARY * hidden * (2 - tied), layers * sum(a + b for a, b in sides)
 
 
-@pytest.mark.parametrize("weights", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["adapter", "merged"])
 def test_fake_tensors_count_what_real_ones_do(weights):
     """The tiny policy, whose data are really there."""
     config = AutoConfig.from_pretrained(TINY)

@@ -191,10 +191,10 @@ def compare(batch, reference, tolerance: float = 1e-4) -> None:
 # --------------------------------------------------------------------------------------------------
 # Scores
 # --------------------------------------------------------------------------------------------------
-SLOW_MODE = pytest.param("answer_mean", marks=pytest.mark.slow)
+SLOW_MODES = [pytest.param(x, marks=pytest.mark.slow) for x in ("answer_mean", "answer_joint")]
 
 
-@pytest.mark.parametrize("mode", ["last", SLOW_MODE, "answer_joint"])
+@pytest.mark.parametrize("mode", ["last", *SLOW_MODES])
 def test_oar_p_equals_whole_forwards(make_run, mode):
     """Prefixes from the cache, with merged weights and with the adapter, against one whole forward
     a row; a budget of few rows as well."""

@@ -136,6 +136,7 @@ def test_hostile_text_is_shown_and_runs_nothing(tmp_path, monkeypatch, policy):
     assert dom.tags() == Dom(harmless.read_text(encoding="utf-8")).tags()  # no element came in
 
 
+@pytest.mark.slow
 def test_each_of_two_broken_escapings_is_noticed(tmp_path, monkeypatch):
     """Markup that gets through is stopped by the policy; without it, a bare quote is enough."""
     page = tmp_path / "credit.html"

@@ -127,6 +127,7 @@ def test_what_is_not_a_finished_run_is_left_out_with_a_line_each(tmp_path):
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("compare.py: error: ")
 
 
+@pytest.mark.slow
 def test_without_arguments_it_draws_the_measured_runs_and_never_into_results(tmp_path):
     before = (RESULTS / "compare.png").stat()
     done = draw(tmp_path, "--output", tmp_path / "here.png")

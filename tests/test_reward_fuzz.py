@@ -240,10 +240,6 @@ def fuzz(count: int, endless: int, seed: int, seconds: int, deadline: float = 5.
     assert credit[1.0] > 0.1 * count and credit[0.0] > 0.5 * count
 
 
-def test_a_hundred_completions():
-    fuzz(120, endless=1, seed=0, seconds=600, deadline=2.0)
-
-
 @pytest.mark.slow
 def test_ten_thousand_completions():
     fuzz(10_000, endless=len(ENDLESS), seed=1, seconds=3000)
