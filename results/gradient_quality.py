@@ -352,9 +352,10 @@ def nearest(gradients: dict[str, np.ndarray]) -> dict[str, dict]:
     return found
 
 
-def tabulate(name: str, folder: Path) -> list[dict]:
-    """The figures of a setting, from the batches that are there."""
-    found = [load(folder / name / f"{batch}.pt") for batch in range(SETTINGS[name].batches)]
+def tabulate(name: str, folder: Path, batches: int | None = None) -> list[dict]:
+    """The figures of a setting, from the batches that are there, or the first of them."""
+    count = batches or SETTINGS[name].batches
+    found = [load(folder / name / f"{batch}.pt") for batch in range(count)]
     found = [file for file in found if EVERYTHING <= file.keys()]
     if len(found) < 4:
         return []
@@ -452,7 +453,7 @@ def main() -> None:
             if not EVERYTHING <= load(args.folder / name / f"{batch}.pt").keys()
         ]
         measure_all(jobs, args.processes)
-    rows = [row for name in args.settings for row in tabulate(name, args.folder)]
+    rows = [row for name in args.settings for row in tabulate(name, args.folder, args.batches)]
     if not rows:
         sys.exit("gradient_quality.py: nothing to draw: four batches of a setting are the least")
     write(rows, args.output)

@@ -30,7 +30,8 @@ def small(monkeypatch, tmp_path):
 
 def write_run(run: study.Run, rewards: list[float], curve: list[float]) -> None:
     run.folder.mkdir(parents=True)
-    rows = [{"reward": reward, "rollout_tokens": 100, "seconds_rollout": 1} for reward in rewards]
+    row = {"rollout_tokens": 100, "seconds_rollout": 1, "grad_norm": 0.5}
+    rows = [row | {"reward": reward} for reward in rewards]
     rows += [{"eval": {"sampled_accuracy": value}} for value in curve]
     (run.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (run.folder / "summary.json").write_text("{}")
