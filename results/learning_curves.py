@@ -221,9 +221,8 @@ def tabulate(regimes: list[str]) -> tuple[list[dict], dict]:
                 rows.append({"regime": regime, "method": name, "rate": runs[0].rate})
                 tokens = np.mean([passed_tokens(run) for run in runs], 0)
                 rows[-1] |= {"tokens_sampled": int(tokens[0]), "tokens_passed": int(tokens[1])}
-                norms = [
-                    row["grad_norm"] for run in runs for row in run.rows() if "grad_norm" in row
-                ]
+                norms = [row.get("grad_norm") for run in runs for row in run.rows()]
+                norms = [norm for norm in norms if norm is not None]  # as of an evaluation's row
                 rows[-1] |= {"grad_norm": np.median(norms), "clipped": np.mean(np.array(norms) > 1)}
     for row in rows:
         own, uniform = (found.get((row["regime"], x), {}) for x in (row["method"], UNIFORM))

@@ -30,7 +30,7 @@ def small(monkeypatch, tmp_path):
 
 def write_run(run: study.Run, rewards: list[float], curve: list[float]) -> None:
     run.folder.mkdir(parents=True)
-    row = {"rollout_tokens": 100, "seconds_rollout": 1, "grad_norm": 0.5}
+    row = {"rollout_tokens": 100, "seconds_rollout": 1, "grad_norm": 2.0}
     rows = [row | {"reward": reward} for reward in rewards]
     rows += [{"eval": {"sampled_accuracy": value}} for value in curve]
     (run.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -68,6 +68,7 @@ def test_the_sweep_chooses_by_training_reward_and_the_table_is_paired(small):
         assert row["seeds"] == 2 and row["end_more"] == pytest.approx(more)
         assert row["area_more"] == pytest.approx(more / 2)  # of one trapezium
         assert row["end_low"] == pytest.approx(more) == pytest.approx(row["end_high"])
+    assert rows[study.UNIFORM]["grad_norm"] == 2 and rows[study.UNIFORM]["clipped"] == 1
     assert rows[study.UNIFORM]["share_of_rollouts"] == 1
     assert rows[study.ORACLE]["share_of_rollouts"] == pytest.approx(0.25 / 0.45)
     low, high = rows[study.ORACLE]["share_low"], rows[study.ORACLE]["share_high"]
