@@ -167,11 +167,6 @@ class Args:
 from common.metrics import control_weights
 
 
-def needs_base(args: Args) -> bool:
-    """Whether the scores compare with the base model, which costs a forward."""
-    return args.credit in ("arca", "divergence", "random", "shuffled")
-
-
 def token_scores(run: Run, micro: Batch, adapted: TokenStats, base, metrics: dict) -> Tensor:
     """How much each token matters [B, T], without gradient (METHODS of arXiv 2606.00257)."""
     credit = run.args.credit
@@ -182,12 +177,19 @@ def token_scores(run: Run, micro: Batch, adapted: TokenStats, base, metrics: dic
     if credit == "entropy_reduction":
         fall = (adapted.entropy[:, :-1] - adapted.entropy[:, 1:]).clamp(min=0)  # H_t - H_{t+1}
         return F.pad(fall * micro.mask[:, 1:], (0, 1))  # the last token has none
+    rows = (micro.advantages != 0) | (base is not None)  # [B] the others' credit is not used
+    rows[0] |= ~rows.any()  # DDP wants a forward of every process
+    if base is None:
+        with run.model.disable_adapter():
+            base = run.policy(replace(micro, ids=micro.ids[rows], attention=micro.attention[rows]))
+        micro.base_logp = torch.full_like(adapted.logp, torch.nan).index_put((rows,), base.logp)
+    scores = torch.zeros_like(adapted.logp)
     if credit == "divergence":
-        return (adapted.logp - base.logp).abs()
-    residual = torch.linalg.vector_norm(adapted.hidden.float() - base.hidden.float(), dim=-1)
+        return scores.index_put((rows,), (adapted.logp[rows] - base.logp).abs())
+    residual = torch.linalg.vector_norm(adapted.hidden[rows].float() - base.hidden, dim=-1)
     rounding = torch.finfo(DTYPE).eps * torch.linalg.vector_norm(base.hidden.float(), dim=-1)
-    metrics["residual_in_roundings"] = (residual / rounding)[micro.mask].median().item()
-    return residual
+    metrics["residual_in_roundings"] = (residual / rounding)[micro.mask[rows]].median().item()
+    return scores.index_put((rows,), residual)
 
 
 def normalise(scores: Tensor, mask: Tensor, power: float) -> Tensor:
@@ -204,9 +206,7 @@ def assign_credit(run: Run, micros: list[Batch], metrics: dict) -> None:
     args = run.args
     for micro in micros:
         mask, weights = micro.mask, normalise(micro.scores, micro.mask, args.sharpening)
-        if args.credit == "uniform":
-            weights = mask.float()  # exactly 1, so that this is plain GRPO to the bit
-        elif args.credit in ("random", "shuffled"):
+        if args.credit in ("random", "shuffled"):
             u = row_uniforms(args, "credit", run.rollout, micro.rows, mask.shape[1])
             weights = control_weights(args.credit, weights, mask, u.to(mask.device))
         micro.credit = micro.weights = weights
@@ -241,7 +241,7 @@ class Batch:
     advantages: Tensor | None = None  # [B]
     loss_mask: Tensor | None = None  # [B, T] bool: the tokens that are trained on
     logp: Tensor | None = None  # [B, T] of the policy that sampled, recomputed
-    base_logp: Tensor | None = None  # [B, T] with the adapter disabled
+    base_logp: Tensor | None = None  # [B, T] with the adapter disabled, NaN if not asked for
     entropy: Tensor | None = None  # [B, T] nats
     scores: Tensor | None = None  # [B, T] the credit signal
     credit: Tensor | None = None  # [B, T] what the method's surrogate needs
@@ -370,8 +370,8 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
 
 @torch.no_grad()
 def score(run: Run, micros: list[Batch], metrics: dict) -> None:
-    """Log-probs of the policy that sampled, of the base where needed, and the tokens' credit: one
-    forward with the adapter and at most one without."""
+    """Log-probs of the policy that sampled, of the base if beta asks for them, and the tokens'
+    credit."""
     args = run.args
     for micro in micros:
         with timed(metrics, "seconds_score"):
@@ -380,9 +380,9 @@ def score(run: Run, micros: list[Batch], metrics: dict) -> None:
             micro.logp, micro.entropy = adapted.logp, adapted.entropy
             if args.lora_dropout > 0 and args.updates_per_rollout > 1:
                 micro.logp = training_forward(run, micro)  # else no first ratio would be 1
-        with timed(metrics, "seconds_credit"):
-            if args.beta > 0 or needs_base(args):
                 run.policy.eval()
+        with timed(metrics, "seconds_credit"):
+            if args.beta > 0:
                 with run.model.disable_adapter():
                     base = run.policy(micro)
                 micro.base_logp = base.logp

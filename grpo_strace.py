@@ -176,11 +176,6 @@ class Args:
 
 
 # === CREDIT ===
-def needs_base(args: Args) -> bool:
-    """No trace compares with the base model."""
-    return False
-
-
 def token_scores(run: Run, micro: Batch, adapted: TokenStats, base, metrics: dict) -> Tensor:
     """The entropy [B, T] (nats) of the distribution that each token came from."""
     return adapted.entropy
@@ -281,7 +276,7 @@ class Batch:
     advantages: Tensor | None = None  # [B]
     loss_mask: Tensor | None = None  # [B, T] bool: the tokens that are trained on
     logp: Tensor | None = None  # [B, T] of the policy that sampled, recomputed
-    base_logp: Tensor | None = None  # [B, T] with the adapter disabled
+    base_logp: Tensor | None = None  # [B, T] with the adapter disabled, NaN if not asked for
     entropy: Tensor | None = None  # [B, T] nats
     scores: Tensor | None = None  # [B, T] the credit signal
     credit: Tensor | None = None  # [B, T] what the method's surrogate needs
@@ -410,8 +405,8 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
 
 @torch.no_grad()
 def score(run: Run, micros: list[Batch], metrics: dict) -> None:
-    """Log-probs of the policy that sampled, of the base where needed, and the tokens' credit: one
-    forward with the adapter and at most one without."""
+    """Log-probs of the policy that sampled, of the base if beta asks for them, and the tokens'
+    credit."""
     args = run.args
     for micro in micros:
         with timed(metrics, "seconds_score"):
@@ -420,9 +415,9 @@ def score(run: Run, micros: list[Batch], metrics: dict) -> None:
             micro.logp, micro.entropy = adapted.logp, adapted.entropy
             if args.lora_dropout > 0 and args.updates_per_rollout > 1:
                 micro.logp = training_forward(run, micro)  # else no first ratio would be 1
-        with timed(metrics, "seconds_credit"):
-            if args.beta > 0 or needs_base(args):
                 run.policy.eval()
+        with timed(metrics, "seconds_credit"):
+            if args.beta > 0:
                 with run.model.disable_adapter():
                     base = run.policy(micro)
                 micro.base_logp = base.logp

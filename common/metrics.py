@@ -130,10 +130,11 @@ def _averages(batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
         "sampling_gap_mean": ((batch.logp - batch.sampled_logp).abs() * mask, mask),
     }
     if batch.base_logp is not None:
-        to_base = (batch.base_logp - batch.logp) * mask
-        averages["kl"] = (to_base.exp() - to_base - 1, mask)  # k3, of the policy that sampled
+        known = mask & batch.base_logp.isfinite()
+        to_base = torch.where(known, batch.base_logp - batch.logp, 0.0)
+        averages["kl"] = (to_base.exp() - to_base - 1, known)  # k3, of the policy that sampled
     for name, x in weight_stats(batch.weights, mask).items():
-        averages[f"weight_{name}"] = (x.nan_to_num(0.0), x.isfinite())
+        averages[f"weight_{name}"] = (x.nan_to_num(0.0), x.isfinite() & (batch.advantages != 0))
     return averages
 
 

@@ -122,8 +122,8 @@ def filled(module: torch.nn.Module, old: torch.nn.Parameter) -> torch.nn.Paramet
 def count(config: PretrainedConfig, options: argparse.Namespace, fake: bool = True) -> dict:
     """Peaks of a step's phases in GiB, as allocated; `step` is what must be there."""
     flags = ["--model_name_or_path", "none", "--gradient_checkpointing", "True"]
-    # ARCA's forwards, without a metric that takes values and not shapes alone.
-    args = trainer.parse_args([*flags, *options.flags, "--credit", "divergence"])
+    # The forwards that ARCA makes where every row has an advantage, which is not in the shapes.
+    args = trainer.parse_args([*flags, *options.flags, "--credit", "uniform", "--beta", "1"])
     bnb.functional.quantize_4bit(torch.ones(64, 64), compress_statistics=True)  # makes its tables
     stand_ins = {  # DTYPE as on a GPU
         "DTYPE": torch.bfloat16,

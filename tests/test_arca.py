@@ -128,6 +128,22 @@ def test_arca_costs_one_forward_more_than_uniform(make_run):
         assert len(calls) == passes, (credit, beta)
 
 
+@pytest.mark.parametrize("credit", ["arca", "divergence"])
+@pytest.mark.parametrize("beta, idle, asked", [(0.0, 5, 3), (0.0, 8, 1), (0.1, 5, 8)])
+def test_the_base_sees_only_rows_with_an_advantage(make_run, credit, beta, idle, asked):
+    """The others' credit is multiplied by 0; the rest come out as if all had been asked. A KL wants
+    all, and DDP a forward of every process."""
+    run, sizes = make_run(credit=credit, beta=beta), []
+    whole, batch = scored(run), fresh_batch()
+    batch.advantages[:idle] = 0.0
+    run.policy.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0].ids)))
+    scored(run, batch)
+    assert sizes == [8, asked] and batch.base_logp.isfinite().all(1).sum() == asked
+    assert torch.allclose(batch.scores[idle:], whole.scores[idle:], atol=1e-5)
+    assert torch.allclose(batch.weights[idle:], whole.weights[idle:], atol=1e-4)
+    assert torch.equal(batch.weights[1:idle], batch.mask[1:idle].float()) == (beta == 0)
+
+
 def test_shuffled_permutes_within_the_completion(make_run):
     weights = {}
     for credit in ("arca", "shuffled"):

@@ -269,10 +269,21 @@ def test_rollout_metrics_are_the_same_on_one_process_and_on_two():
 
 def test_a_figure_that_nothing_has_is_left_out():
     lonely = micro([0, 5], [0.0, 1.0], base_logp=None)  # one token each: nothing to concentrate on
-    more = micro([1, 2, 3, 4, 6, 7], [0.0] * 6, base_logp=None)
+    more = micro([1, 2, 3, 4, 6, 7], [0.0] * 6, base_logp=None, advantages=torch.ones(6))
     result = metrics_of([[lonely, more]])[0]
     assert "kl" not in result and "weight_gini" in result
     assert all(math.isfinite(value) for value in result.values())
+
+
+def test_figures_of_credit_are_of_rows_that_have_some():
+    """A row without an advantage has weights of 1 whatever the method, and perhaps no KL."""
+    rows, idle = list(range(8)), share(list(range(8)))
+    idle.weights, idle.rows = idle.mask.float(), idle.rows + 8
+    idle.advantages, idle.base_logp = torch.zeros(8), torch.full_like(idle.logp, torch.nan)
+    alone, both = (metrics_of([micros])[0] for micros in ([share(rows)], [share(rows), idle]))
+    for name in ("kl", "weight_gini", "weight_effn"):
+        assert both[name] == pytest.approx(alone[name]), name
+    assert both["rollout_tokens"] == 2 * alone["rollout_tokens"]
 
 
 def test_timed_adds_up():

@@ -329,6 +329,18 @@ def test_no_parameter_notices(make_run, credit, checkpointing):
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
+def test_no_score_is_made_with_dropout(make_run, credit):
+    """Also not after a second iteration's old log-probs, which are made with it."""
+    results = []
+    for iterations in (1, 2):
+        how = {"lora_dropout": 0.5, "num_iterations": iterations, "rollout_weights": "adapter"}
+        batch = make_batch([tokens(p) for p in COMPLETIONS[:2]])
+        score(make_run(trainer, credit=credit, **how), batch)
+        results.append(batch.scores)
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("weights", ["merged", "adapter"])
 def test_gradient_checkpointing_recomputes_and_changes_nothing(make_run, weights):
     results, calls = [], []

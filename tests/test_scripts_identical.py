@@ -83,14 +83,14 @@ def test_credit_regions_are_well_formed(script):
         inside = [places[2] < n < places[3] for n in (node.lineno, node.end_lineno)]
         assert inside[0] == inside[1], f"line {node.lineno} straddles a mark"
     functions = {n.name: n.lineno for n in tree.body if isinstance(n, ast.FunctionDef)}
-    for name in ("needs_base", "token_scores", "assign_credit", "surrogate_terms"):
+    for name in ("token_scores", "assign_credit", "surrogate_terms"):
         assert places[2] < functions[name] < places[3], name
     assert ast.get_docstring(tree), "no module docstring"
 
 
 # What is read first stands first; `main` is last.
 ORDER = (
-    "Args needs_base token_scores assign_credit TokenStats Batch Run train collect score update "
+    "Args token_scores assign_credit TokenStats Batch Run train collect score update "
     "evaluate sample_tokens Decoder sample Policy load_policy build_run save_checkpoint resume "
     "parse_args run_to_the_end main"
 ).split()
