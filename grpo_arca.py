@@ -174,15 +174,15 @@ def token_scores(run: Run, micro: Batch, adapted: TokenStats, base, metrics: dic
         return torch.ones_like(adapted.logp)
     if credit == "surprisal":
         return -adapted.logp
-    if credit == "entropy_reduction":
-        fall = (adapted.entropy[:, :-1] - adapted.entropy[:, 1:]).clamp(min=0)  # H_t - H_{t+1}
-        return F.pad(fall * micro.mask[:, 1:], (0, 1))  # the last token has none
+    if credit == "entropy_reduction":  # H_t - H_{t+1} where that is positive; the last has none
+        return F.pad(-adapted.entropy.diff().clamp(max=0) * micro.mask[:, 1:], (0, 1))
     rows = (micro.advantages != 0) | (base is not None)  # [B] the others' credit is not used
     rows[0] |= ~rows.any()  # DDP wants a forward of every process
     if base is None:
         with run.model.disable_adapter():
             base = run.policy(replace(micro, ids=micro.ids[rows], attention=micro.attention[rows]))
         micro.base_logp = torch.full_like(adapted.logp, torch.nan).index_put((rows,), base.logp)
+        micro.base_logp[micro.advantages == 0] = torch.nan
     scores = torch.zeros_like(adapted.logp)
     if credit == "divergence":
         return scores.index_put((rows,), (adapted.logp[rows] - base.logp).abs())
