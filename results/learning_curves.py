@@ -306,11 +306,14 @@ def main() -> None:
     parser.add_argument("--stage", choices=("control", "sweep", "curves"), help="default: all")
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, help="of the curves, not a method's own")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--list", action="store_true", help="say what there is to do, and stop")
     parser.add_argument("--draw", action="store_true", help="train nothing more")
     parser.add_argument("--output", type=Path, default=ROOT / "results/learning_curves")
     args = parser.parse_args()
+    if args.seeds:
+        METHODS.update({m: x._replace(seeds=tuple(args.seeds)) for m, x in METHODS.items()})
     for stage in [args.stage] if args.stage else ["control", "sweep", "curves"]:
         for _ in range(2 if stage == "control" else 1):  # its curves need its sweep
             runs = plan(stage, args.regimes, args.methods or list(METHODS))

@@ -101,3 +101,6 @@ def test_the_study_end_to_end(small, monkeypatch, tmp_path, capfd):
     capfd.readouterr()
     study.main()  # everything is there
     assert "2 runs, 2 done" in capfd.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--seeds", "9", "--list"])
+    study.main()
+    assert "uniform__GRPO_-0.004-9-curve" in capfd.readouterr().out
