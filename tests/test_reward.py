@@ -539,7 +539,15 @@ def test_memory_is_limited():
             assert line.split()[3] == str(reward.MEMORY_BYTES)
 
 
-def test_an_interrupted_call_leaves_no_verdict_behind(capfd):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C interrupts, which it does not in what a shell started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_call_leaves_no_verdict_behind(interruptible, capfd):
     with ready_grader(1, 30.0) as grader:
         worker = grader._workers[0]
         worker.send_signal(signal.SIGSTOP)  # it takes the pair and never answers
