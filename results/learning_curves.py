@@ -184,8 +184,8 @@ def held_out_curve(run: Run) -> np.ndarray:
 
 
 def passed_tokens(run: Run) -> tuple[float, float]:
-    """Tokens sampled, and tokens through the model in all: sampled, scored (with the base where the
-    method needs it), OAR's probes, forward and backward in every update."""
+    """Tokens sampled, and at most how many pass the model in all: sampled, scored (by the base too
+    where the method needs it), OAR's probes, forward and backward in every update."""
     rows = [row for row in run.rows() if "reward" in row]
     sampled = sum(row["rollout_tokens"] for row in rows if row["seconds_rollout"] > 0)
     probes = sum(row.get("credit_forward_tokens", 0) for row in rows if row["seconds_rollout"] > 0)
