@@ -84,6 +84,11 @@ METHODS = {
     ),
     "p_trace": Method("grpo_strace.py", "--credit p_trace"),
     "gspo": Method("grpo_strace.py", "--credit gspo", SEEDS, ("four updates",)),  # else uniform
+    "gspo, its own clip range": Method(
+        "grpo_strace.py",
+        "--credit gspo --epsilon 3e-4 --epsilon_high 4e-4",  # section 5.1 of its paper
+        regimes=("four updates",),
+    ),
 }
 CONTROL = UNIFORM, ORACLE, *_ = list(METHODS)[:4]
 
