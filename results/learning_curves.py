@@ -7,8 +7,8 @@
 
 Worth (gradient_quality.py) can only show where noise is what limits learning. So rollouts are
 small: 16 completions of 2 problems, on chains of 8 operations (where exact credit is worth most),
-for 40 rollouts, with one update a rollout or with four; and, for the controls, with a learning rate
-that does not fall. Stages:
+for 40 rollouts, with one update a rollout or with four; and, for the controls and only if asked
+for (--regimes "one update, constant rate"), with a learning rate that does not fall. Stages:
 
     control   uniform credit, the value oracle (value_oracle.py) and uniform credit with twice the
               completions, whose worth is 2: what these two do not show, no method will
@@ -65,7 +65,7 @@ METHODS = {
     "uniform (GRPO)": Method("grpo_arca.py", "--credit uniform", regimes=tuple(REGIMES)),
     "value oracle": Method("results/value_oracle.py", "", regimes=tuple(REGIMES)),
     "value oracle, whole steps": Method(
-        "results/value_oracle.py", "--whole_steps", regimes=("one update",)
+        "results/value_oracle.py", "--whole_steps", SEEDS, ("one update",), "value oracle"
     ),
     "uniform, 32 completions": Method(
         "grpo_arca.py",
@@ -309,7 +309,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stage", choices=("control", "sweep", "curves"), help="default: all")
-    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    parser.add_argument(
+        "--regimes", nargs="+", choices=REGIMES, help=f"default: all but {CONSTANT}"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
     parser.add_argument("--seeds", nargs="+", type=int, help="of the curves, not a method's own")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
@@ -319,16 +321,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.seeds:
         METHODS.update({m: x._replace(seeds=tuple(args.seeds)) for m, x in METHODS.items()})
+    regimes = args.regimes or [regime for regime in REGIMES if regime != CONSTANT]
     for stage in [args.stage] if args.stage else ["control", "sweep", "curves"]:
         for _ in range(2 if stage == "control" else 1):  # its curves need its sweep
-            runs = plan(stage, args.regimes, args.methods or list(METHODS))
+            runs = plan(stage, regimes, args.methods or list(METHODS))
             if args.list:
                 print(
                     *(f"{'done' if r.done() else '    '} {r.folder.name}" for r in runs), sep="\n"
                 )
             elif not args.draw:
                 train_all(runs, args.processes)
-    rows, found = tabulate(args.regimes)
+    rows, found = tabulate(args.regimes or list(REGIMES))
     if args.list or not found:
         return
     write(args.output.with_suffix(".csv"), rows)

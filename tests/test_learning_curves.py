@@ -82,6 +82,17 @@ def test_a_method_may_take_the_learning_rate_of_another():
         assert borrowed == study.sweep(regime, study.UNIFORM) != study.sweep(regime, "s_trace")
 
 
+def test_the_falling_rates_run_by_default_and_the_constant_one_if_asked_for(
+    small, monkeypatch, capsys
+):
+    for flags, regimes in (([], {"one", "four"}), (["--regimes", study.CONSTANT], {"constant"})):
+        monkeypatch.setattr(sys, "argv", ["learning_curves.py", "--list", *flags])
+        study.main()
+        lines = filter(str.strip, capsys.readouterr().out.split("\n"))
+        kinds = {"constant" if "constant" in line else line.split("_")[0].strip() for line in lines}
+        assert kinds == regimes
+
+
 @pytest.mark.slow
 def test_the_study_end_to_end(small, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(study, "RATES", {"one update": ("0.004",)})
