@@ -266,14 +266,15 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
         len(regimes), 2, figsize=(12, 0.45 * sum(heights)), squeeze=False, sharex="col",
         height_ratios=heights,
     )  # fmt: skip
-    colours = dict(zip(METHODS, plt.get_cmap("tab20").colors))
+    colours = dict(zip(METHODS, plt.get_cmap("tab20").colors)) | {UNIFORM: "black"}
     for (left, right), regime in zip(panels, regimes):
         here = [row for row in rows if row["regime"] == regime]
         for place, row in enumerate(here):
             name = row["method"]
             mean = np.mean(list(found[regime, name].values()), 0)
             rollouts, dashes = np.arange(len(mean)) * EVERY, ":" if name == ORACLE else "-"
-            style = {"color": colours[name], "linestyle": dashes}
+            style = {"color": colours[name], "linestyle": dashes, "zorder": 2 + (name == UNIFORM)}
+            style["linewidth"] = 2.5 if name in CONTROL[:2] else 1.2
             left.plot(rollouts, mean, label=f"{name} ({row['seeds']} seeds)", **style)
             for key, marker, shift in (("area", "o", -0.15), ("end", "s", 0.15)):
                 ends, y = [row[f"{key}_low"], row[f"{key}_high"]], place + shift
@@ -285,6 +286,7 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
         right.axvline(0, color="#888888", linewidth=1)
         right.set_yticks(range(len(here)), [row["method"] for row in here], fontsize=8)
         right.set_ylim(len(here) - 0.4, -0.6)
+        right.set_xlim(-0.15, 0.1)  # an interval that goes on beyond it is in the table
         right.set_title("Over uniform: area (dot) and end (square)", loc="left", fontweight="bold")
         for axes in (left, right):
             axes.tick_params(labelbottom=True)
