@@ -1,6 +1,6 @@
 """Credit methods as estimates of the policy gradient: how much one completion says under each.
 
-    python results/gradient_quality.py              # all that is missing, on every core; resumes
+    python results/gradient_quality.py              # 44 minutes on two cores; resumes
     python results/gradient_quality.py --settings 8 --batches 4   # a part, or fewer batches
     python results/gradient_quality.py --draw       # table and figure of what is there
     python results/gradient_quality.py --folder runs/quick --batches 4 --settings 4-start -- \

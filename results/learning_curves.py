@@ -1,6 +1,6 @@
 """Do better estimates of the gradient make better learning curves? Paired runs of every method.
 
-    python results/learning_curves.py               # all that is missing, a run a core; resumes
+    python results/learning_curves.py               # 3.5 hours on two cores; resumes
     python results/learning_curves.py --stage control           # uniform and the value oracle first
     python results/learning_curves.py --list        # the runs, and which are done
     python results/learning_curves.py --draw        # table and figure of what is there
