@@ -4,6 +4,7 @@
     python results/learning_curves.py --stage control           # uniform and the value oracle first
     python results/learning_curves.py --list        # the runs, and which are done
     python results/learning_curves.py --draw        # table and figure of what is there
+    python results/learning_curves.py --once runs/once   # half an hour: one run of each kind again
 
 Worth (gradient_quality.py) can only show where noise is what limits learning. So rollouts are
 small: 16 completions of 2 problems, on chains of 8 operations (where exact credit is worth most),
@@ -30,6 +31,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -182,6 +184,30 @@ def train_all(runs: list[Run], processes: int) -> None:
         sys.exit(f"learning_curves.py: {len(failed)} runs failed, see {failed[0]}")
 
 
+def once(regimes: list[str], folder: Path, processes: int) -> None:
+    """One run of each kind (method, updates a rollout, sweep or curve) again, into another folder:
+    how many are the same, and by their times how long all runs would take."""
+    global FOLDER
+    every = {run for stage in ("sweep", "curves") for run in plan(stage, regimes, list(METHODS))}
+    kinds = Counter((run.regime, run.method, run.held_out) for run in every)
+    rates = {(regime, method): best_rate(regime, method) for regime, method, _ in kinds}
+    if None in rates.values():
+        sys.exit("learning_curves.py: --once repeats runs of the study: finish its sweeps first")
+    seeds = {False: SWEEP_SEEDS[0], True: SEEDS[0]}
+    runs = [Run(*kind[:2], rates[kind[:2]], seeds[kind[2]], kind[2]) for kind in kinds]
+    before, FOLDER = [outcome(run) for run in runs if run.done()], folder.absolute()
+    train_all(runs, processes)
+    same = sum(outcome(run) in before for run in runs)
+    seconds = [json.loads((run.folder / "summary.json").read_text())["seconds"] for run in runs]
+    hours = sum(x * count for x, count in zip(seconds, kinds.values(), strict=True)) / 3600
+    print(f"{same} of {len(runs)} the same; all {len(every)} take {hours:.1f} hours of one core")
+
+
+def outcome(run: Run) -> list[tuple]:
+    """What a run computed, without its times."""
+    return [(run[:4], row.get("reward"), row.get("loss"), row.get("eval")) for row in run.rows()]
+
+
 # ---- Figures from runs ---------------------------------------------------------------------------
 def held_out_curve(run: Run) -> np.ndarray:
     """Sampled accuracy at the beginning and after every EVERY rollouts."""
@@ -320,10 +346,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="say what there is to do, and stop")
     parser.add_argument("--draw", action="store_true", help="train nothing more")
     parser.add_argument("--output", type=Path, default=ROOT / "results/learning_curves")
+    parser.add_argument("--once", type=Path, help="folder for one run of each kind again")
     args = parser.parse_args()
     if args.seeds:
         METHODS.update({m: x._replace(seeds=tuple(args.seeds)) for m, x in METHODS.items()})
     regimes = args.regimes or [regime for regime in REGIMES if regime != CONSTANT]
+    if args.once:
+        return once(regimes, args.once, args.processes)
     for stage in [args.stage] if args.stage else ["control", "sweep", "curves"]:
         for _ in range(2 if stage == "control" else 1):  # its curves need its sweep
             runs = plan(stage, regimes, args.methods or list(METHODS))
