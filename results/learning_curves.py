@@ -67,7 +67,10 @@ METHODS = {
     "uniform (GRPO)": Method("grpo_arca.py", "--credit uniform", regimes=tuple(REGIMES)),
     "value oracle": Method("results/value_oracle.py", "", regimes=tuple(REGIMES)),
     "value oracle, whole steps": Method(
-        "results/value_oracle.py", "--whole_steps", SEEDS, ("one update",), "value oracle"
+        "results/value_oracle.py",
+        "--whole_steps",
+        regimes=("one update",),
+        rate_of="value oracle",
     ),
     "uniform, 32 completions": Method(
         "grpo_arca.py",
