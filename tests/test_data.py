@@ -510,6 +510,26 @@ def test_other_numbers_of_operations_are_refused(config):
         data.load_problems(flags(dataset_config=config))
 
 
+def test_asking_for_more_chains_than_there_are(monkeypatch):
+    """`--dataset_config 2 --max_eval_samples 20000` once drew for ever; now it is as with a file of
+    fewer rows."""
+    few = [CHAIN._replace(start=start) for start in (23, 24, 25)]
+    draws = iter(few + few[:1] * 40_000 + [CHAIN._replace(start=26)] + few * 100_000)
+    monkeypatch.setattr(data, "random_chain", lambda *_: next(draws))
+    assert [p.answer for p in data.chain_problems(9, held_out=True)] == ["79", "81", "83", "85"]
+
+
+@pytest.mark.slow  # all chains of two operations, one by one
+def test_every_chain_of_two_operations_is_found():
+    names = [Operation(name, by) for name in ("add", "subtract") for by in range(2, 20)]
+    names += [Operation("multiply", by) for by in (2, 3)]
+    chains = [Chain(start, (a, b)) for start in range(5, 61) for a in names for b in names]
+    chains = [c for c in chains if all(1 <= value <= 99 for value in c.results())]
+    every = {c.prompt() for c in chains if c.is_held_out()}
+    found = data.load_problems(flags(dataset_config=2, max_eval_samples=20_000))[1]
+    assert len(found) == 6894 and {p.prompt for p in found} == every
+
+
 @pytest.mark.slow
 def test_the_long_policy_can_do_eight_operations(make_run, tokenizer):
     policy = str(Path(TINY).with_name("long_policy"))
