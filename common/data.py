@@ -1,5 +1,6 @@
 """Problems: the embedded chain-arithmetic task, Hub and local data sets, and chat prompts."""
 
+import csv
 import functools
 import hashlib
 import itertools
@@ -142,7 +143,7 @@ EMBEDDED = "chain_arithmetic"
 PROMPT_COLUMNS, ANSWER_COLUMNS = ("problem", "question", "prompt"), ("answer", "solution")
 KNOWN_CONFIGS = {"openai/gsm8k": "main"}
 ONLY_SPLITS = {"HuggingFaceH4/MATH-500": "test"}  # sets that have no other
-FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 class DataError(Exception):
@@ -166,8 +167,17 @@ def pick_column(present: Sequence[str], named: str | None, known: Sequence[str],
     return found[0]
 
 
+def read_csv(name: str) -> list[dict]:
+    """Rows of a table with a header. All cells are texts: guessed types would make 12.0 of 12."""
+    with open(name, newline="", encoding="utf-8-sig") as file:
+        header, *rows = [row for row in csv.reader(file, strict=True) if row] or [[]]
+    if odd := [row for row in rows if len(row) != len(header)]:
+        raise ValueError(f"{len(odd[0])} cells under {len(header)} names: {','.join(odd[0])}")
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
 def read_split(name: str, config: str | None, split: str) -> list[dict]:
-    """Rows of one split of a Hub data set or of a local .jsonl, .json or .parquet file."""
+    """Rows of one split of a Hub data set or of a local .jsonl, .json, .parquet or .csv file."""
     path, kind = Path(name), FILE_KINDS.get(Path(name).suffix)
     if kind and not (path.is_file() and path.stat().st_size):
         raise DataError(f"{name} is missing or empty: check the path, give a file with problems")
@@ -176,6 +186,8 @@ def read_split(name: str, config: str | None, split: str) -> list[dict]:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the sentence below says it all
     try:
+        if kind == "csv":
+            return read_csv(name)
         if kind:
             return datasets.load_dataset(kind, data_files=name, split="train").to_list()
         config = config or KNOWN_CONFIGS.get(name)

@@ -369,6 +369,8 @@ def write(path: Path, rows: list[dict]) -> str:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        datasets.Dataset.from_list(rows).to_csv(str(path))
     else:
         datasets.Dataset.from_list(rows).to_parquet(str(path))
     return str(path)
@@ -379,7 +381,7 @@ def all_problems(name, **given):
     return sorted(train + held_out, key=str)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv"])
 @pytest.mark.parametrize("prompt", ["problem", "question", "prompt"])
 @pytest.mark.parametrize("answer", ["answer", "solution"])
 def test_local_files_of_every_kind(tmp_path, kind, prompt, answer):
@@ -387,9 +389,40 @@ def test_local_files_of_every_kind(tmp_path, kind, prompt, answer):
     rows = [{prompt: r["problem"], answer: gold % r["answer"], "level": 1} for r in ROWS]
     found = all_problems(write(tmp_path / f"set.{kind}", rows))
     expected = [(r["problem"], r["answer"]) for r in ROWS]
-    columns = [{answer: gold % right, "level": 1} for _, right in expected]
+    level = "1" if kind == "csv" else 1
+    columns = [{answer: gold % right, "level": level} for _, right in expected]
     made = [Problem(*e, columns=c) for e, c in zip(expected, columns, strict=True)]
     assert found == sorted(made, key=str)
+
+
+def test_cells_of_a_csv_file_stay_as_written(tmp_path):
+    """pandas makes 12.0 of 12 where another cell is empty, 7 of 007 and nothing of NA."""
+    name = tmp_path / "set.csv"
+    name.write_text(
+        '\ufeffproblem,answer,note\n"1,000 + ""2""?\nNow.",12,x\nb,,\nc,007,NA\n\nd,1.50,\n'
+    )
+    rows = data.read_split(str(name), None, "train")
+    found = data.parse_rows(rows, "x", None, None)
+    prompts = ['1,000 + "2"?\nNow.', "c", "d"]
+    assert [(p.prompt, p.answer) for p in found] == [*zip(prompts, ["12", "007", "1.50"])]
+    assert [p.columns["note"] for p in found] == ["x", "NA", ""]
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("problem,answer\na,1\n1,000 + 2?,1002\n", "3 cells under 2 names: 1,000 \\+ 2\\?,1002"),
+        ("problem,answer\na\n", "1 cells under 2 names: a"),
+        ('problem,answer\n"a,1\n', "unexpected end of data"),
+        ("\n", "has no rows"),
+        ("problem,answer\n", "has no rows"),
+    ],
+)
+def test_a_csv_file_that_is_no_table(tmp_path, text, says):
+    """A comma without quotes would shift the answers without a word."""
+    (tmp_path / "set.csv").write_text(text)
+    with pytest.raises(DataError, match=says):
+        data.load_problems(flags(dataset_name=tmp_path / "set.csv"))
 
 
 def test_columns_named_by_flags(tmp_path):
