@@ -209,30 +209,31 @@ def _are_messages(prompt: object) -> bool:
 def parse_rows(
     rows: list[dict], name: str, prompt_column: str | None, answer_column: str | None
 ) -> list[Problem]:
-    """Problems of a table; rows whose solution states no final answer are left out."""
+    """Problems of a table. Rows without a prompt or a final answer are left out, and counted."""
     if not rows:
         raise DataError(f"{name} has no rows: give a set with problems in it")
     prompt_key = pick_column(list(rows[0]), prompt_column, PROMPT_COLUMNS, "prompt_column")
     answer_key = pick_column(list(rows[0]), answer_column, ANSWER_COLUMNS, "answer_column")
-    problems = []
-    for row in rows:
-        prompt, text = row[prompt_key], str(row[answer_key] if row[answer_key] is not None else "")
-        answer = final_answer(text)
-        if answer is None and answer_key != "solution":
-            answer = text.strip()
+    problems, advice = [], "name others with --prompt_column and --answer_column"
+    for number, row in enumerate(rows, 1):
+        prompt, gold = row[prompt_key] or "", row[answer_key]
+        if isinstance(gold, list) and len(gold) < 2:
+            gold = gold[0] if gold else None
+        if isinstance(gold, list | dict) or not (isinstance(prompt, str) or _are_messages(prompt)):
+            form = f"text or messages with role and content, and {answer_key} one answer"
+            raise DataError(f"row {number} of {name}: {prompt_key} must hold {form}, or {advice}")
+        text = "" if gold is None else str(gold)
+        stated = final_answer(text)
+        answer = text.strip() if stated is None and answer_key != "solution" else stated
         if prompt and answer:
             columns = {key: row[key] for key in row if key != prompt_key}
             problems.append(Problem(prompt, answer, columns=columns))
+    lacks = f"has no prompt in {prompt_key} or no final answer in {answer_key}"
     if not problems:
-        raise DataError(
-            f"no row of {name} has a prompt in {prompt_key} and a final answer in {answer_key}: "
-            "name others with --prompt_column and --answer_column"
-        )
-    if not all(isinstance(p.prompt, str) or _are_messages(p.prompt) for p in problems):
-        raise DataError(
-            f"{prompt_key} of {name} must hold texts or lists of messages with role and content: "
-            "name another column with --prompt_column"
-        )
+        raise DataError(f"each row of {name} {lacks}: {advice}")
+    if len(problems) < len(rows) and os.environ.get("RANK", "0") == "0":
+        left_out = f"{len(rows) - len(problems)} of {len(rows)} rows of {name} are left out"
+        print(f"{left_out}: each {lacks}", file=sys.stderr)
     return problems
 
 

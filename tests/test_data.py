@@ -470,6 +470,36 @@ def test_rows_without_an_answer_are_left_out():
     assert found[1].columns == {"answer": 5}  # as it stands in the row
 
 
+def test_how_many_rows_are_left_out(capfd, monkeypatch):
+    rows = [{"question": "a", "solution": gold} for gold in ("\\boxed{1}", "5", None)]
+    data.parse_rows(rows[:1], "x", None, None)
+    assert capfd.readouterr().err == ""
+    data.parse_rows(rows, "x", None, None)
+    why = "each has no prompt in question or no final answer in solution"
+    assert capfd.readouterr() == ("", f"2 of 3 rows of x are left out: {why}\n")
+    with pytest.raises(DataError, match=f"each row of x {why[5:]}: name others"):
+        data.parse_rows(rows[1:], "x", None, None)
+    monkeypatch.setenv("RANK", "1")  # one process says it
+    data.parse_rows(rows, "x", None, None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_list_of_one_answer_is_that_answer():
+    golds = [["84"], [84], ["so #### 84"], [], [None], "[84]"]
+    rows = [{"problem": f"p{i}", "answer": gold} for i, gold in enumerate(golds)]
+    found = data.parse_rows(rows, "x", None, None)
+    assert [p.answer for p in found] == ["84", "84", "84", "[84]"]
+    assert found[0].columns == {"answer": ["84"]}  # as it stands in the row
+
+
+@pytest.mark.parametrize("gold", [["84", "85"], {"value": "84"}, [["84", "85"]], [{"value": "84"}]])
+def test_several_answers_are_refused(gold):
+    """They once became gold answers such as "['84', '85']", which no completion states."""
+    rows = [{"problem": "a", "value": ["84"]}, {"problem": "b", "value": gold}]
+    with pytest.raises(DataError, match="row 2 of x: .*value one answer.*--answer_column"):
+        data.parse_rows(rows, "x", None, "value")
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_conversational_prompts(tmp_path, kind, tokenizer):
     def chat(i):
@@ -488,8 +518,9 @@ def test_conversational_prompts(tmp_path, kind, tokenizer):
 )
 def test_prompts_that_are_neither_text_nor_messages_are_refused(prompt):
     """A chat template would write an empty message for most of them, and say nothing."""
-    with pytest.raises(DataError, match="--prompt_column"):
-        data.parse_rows([{"prompt": prompt, "answer": "1"}], "x", None, None)
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": prompt, "answer": "1"}]
+    with pytest.raises(DataError, match="row 2 of x: prompt must .*--prompt_column"):
+        data.parse_rows(rows, "x", None, None)
 
 
 def test_local_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tmp_path):
