@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -29,14 +30,12 @@ class Operation(NamedTuple):
     operand: int
 
     def apply(self, value: int) -> int:
-        if self.name == "add":
-            return value + self.operand
-        return value - self.operand if self.name == "subtract" else value * self.operand
+        by = self.operand
+        return {"add": value + by, "subtract": value - by, "multiply": value * by}[self.name]
 
     def phrase(self) -> str:
-        if self.name == "multiply":
-            return {2: "double it", 3: "triple it"}[self.operand]
-        return f"{self.name} {self.operand}"
+        words = {("multiply", 2): "double it", ("multiply", 3): "triple it"}
+        return words.get(self, f"{self.name} {self.operand}")
 
 
 class Chain(NamedTuple):
@@ -73,10 +72,9 @@ def random_chain(rng: random.Random, held_out: bool, length: int | None = None) 
 def chain_problems(
     count: int, held_out: bool, seed: int = 0, length: int | None = None
 ) -> list[Problem]:
-    """`count` different problems, or all there are (of 2 operations 6,894 are held out); held-out
-    ones never occur among the others, whatever the seed."""
+    """`count` different problems, or all; no held-out one is among the others of any seed."""
     rng, chains, repeats = random.Random(f"{seed} {held_out}"), {}, 0
-    while len(chains) < count and repeats < 50_000:  # where all are found, none of them is rarer
+    while len(chains) < count and repeats < 50_000:  # after so many no other is left
         chain = random_chain(rng, held_out, length)
         repeats = repeats + 1 if chain in chains else 0
         chains[chain] = None  # a dict keeps the order and drops repeats
@@ -128,13 +126,11 @@ def token_roles(pieces: Sequence[str], problem: Problem) -> list[str]:
     text = "".join(pieces)
     spans, error = stated_results(text, len(problem.steps)), first_error(text, problem)
     error = -1 if error is None else min(error, len(text) - 1)
-    roles, begin = [], 0
-    for piece in pieces:
-        end = begin + len(piece)
+    roles = []
+    for begin, end in itertools.pairwise(itertools.accumulate(map(len, pieces), initial=0)):
         decisive = any(max(begin, first) < min(end, last) for first, last in spans)
         wrong = begin <= error < end
         roles.append("first_wrong" if wrong else "decisive" if decisive else "")
-        begin = end
     return roles
 
 
@@ -152,10 +148,8 @@ class DataError(Exception):
 
 def final_answer(text: str) -> str | None:
     """The answer in a gold solution: after GSM8K's `####`, in the last `\\boxed{}`, else None."""
-    if "####" in text:
-        return text.rsplit("####", 1)[1].strip()
-    boxed = last_boxed(text)
-    return None if boxed is None else boxed.strip()
+    answer = text.rsplit("####", 1)[1] if "####" in text else last_boxed(text)
+    return answer and answer.strip()
 
 
 def pick_column(present: Sequence[str], named: str | None, known: Sequence[str], flag: str) -> str:
@@ -165,15 +159,6 @@ def pick_column(present: Sequence[str], named: str | None, known: Sequence[str],
         wanted, there = named or " | ".join(known), ", ".join(present)
         raise DataError(f"no {wanted} column among {there}: name it with --{flag}")
     return found[0]
-
-
-def read_csv(name: str) -> list[dict]:
-    """Rows of a table with a header. All cells are texts: guessed types would make 12.0 of 12."""
-    with open(name, newline="", encoding="utf-8-sig") as file:
-        header, *rows = [row for row in csv.reader(file, strict=True) if row] or [[]]
-    if odd := [row for row in rows if len(row) != len(header)]:
-        raise ValueError(f"{len(odd[0])} cells under {len(header)} names: {','.join(odd[0])}")
-    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def read_split(name: str, config: str | None, split: str) -> list[dict]:
@@ -186,8 +171,12 @@ def read_split(name: str, config: str | None, split: str) -> list[dict]:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the sentence below says it all
     try:
-        if kind == "csv":
-            return read_csv(name)
+        if kind == "csv":  # all cells are texts: guessed types would make 12.0 of 12
+            with open(name, newline="", encoding="utf-8-sig") as file:
+                header, *rows = [row for row in csv.reader(file, strict=True) if row] or [[]]
+            if odd := [row for row in rows if len(row) != len(header)]:
+                raise ValueError(f"{len(odd[0])} cells, not {len(header)}: {','.join(odd[0])}")
+            return [dict(zip(header, row, strict=True)) for row in rows]
         if kind:
             return datasets.load_dataset(kind, data_files=name, split="train").to_list()
         config = config or KNOWN_CONFIGS.get(name)
@@ -197,13 +186,6 @@ def read_split(name: str, config: str | None, split: str) -> list[dict]:
         check = "the file" if kind else "the name, --dataset_config and the --dataset_*_split flags"
         what = name if kind else f"split {split!r} of {name}"
         raise DataError(f"cannot read {what}, check {check}: {reason}") from error
-
-
-def _are_messages(prompt: object) -> bool:
-    return isinstance(prompt, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in prompt
-    )
 
 
 def parse_rows(
@@ -217,9 +199,10 @@ def parse_rows(
     problems, advice = [], "name others with --prompt_column and --answer_column"
     for number, row in enumerate(rows, 1):
         prompt, gold = row[prompt_key] or "", row[answer_key]
-        if isinstance(gold, list) and len(gold) < 2:
-            gold = gold[0] if gold else None
-        if isinstance(gold, list | dict) or not (isinstance(prompt, str) or _are_messages(prompt)):
+        gold, *others = (gold or [None]) if isinstance(gold, list) else [gold]
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        parts = [isinstance(m, dict) and m.get(k) for m in messages for k in ("role", "content")]
+        if others or isinstance(gold, list | dict) or not all(isinstance(p, str) for p in parts):
             form = f"text or messages with role and content, and {answer_key} one answer"
             raise DataError(f"row {number} of {name}: {prompt_key} must hold {form}, or {advice}")
         text = "" if gold is None else str(gold)
@@ -228,12 +211,12 @@ def parse_rows(
         if prompt and answer:
             columns = {key: row[key] for key in row if key != prompt_key}
             problems.append(Problem(prompt, answer, columns=columns))
-    lacks = f"has no prompt in {prompt_key} or no final answer in {answer_key}"
+    why = f"no prompt in {prompt_key} or no final answer in {answer_key}"
+    left_out = f"{len(rows) - len(problems)} of {len(rows)} rows of {name} are left out: {why}"
     if not problems:
-        raise DataError(f"each row of {name} {lacks}: {advice}")
+        raise DataError(f"{left_out}; {advice}")
     if len(problems) < len(rows) and os.environ.get("RANK", "0") == "0":
-        left_out = f"{len(rows) - len(problems)} of {len(rows)} rows of {name} are left out"
-        print(f"{left_out}: each {lacks}", file=sys.stderr)
+        print(left_out, file=sys.stderr)
     return problems
 
 
@@ -256,13 +239,11 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
         train = chain_problems(4096, held_out=False, seed=args.seed, length=length)
     else:
         train = read(name, config, args.dataset_train_split)
-    if args.eval_dataset_name:
-        held_out = read(args.eval_dataset_name, None, args.dataset_test_split)
-    elif name in ONLY_SPLITS or Path(name).suffix in FILE_KINDS:  # it has one split
-        held_out = list(train)
-        count = max(1, min(count, len(train) // 5))
+    other = args.eval_dataset_name
+    if not other and (name in ONLY_SPLITS or Path(name).suffix in FILE_KINDS):  # it has one split
+        held_out, count = list(train), max(1, min(count, len(train) // 5))
     else:
-        held_out = read(name, config, args.dataset_test_split)
+        held_out = read(other or name, None if other else config, args.dataset_test_split)
     random.Random(0).shuffle(held_out)
     held_out = held_out[:count]
     unseen = {str(problem.prompt) for problem in held_out}
@@ -289,13 +270,13 @@ def encode_prompt(
     tokenizer, prompt: str | list, system_prompt: str | None = None,
     template_kwargs: dict | None = None,
 ) -> list[int]:  # fmt: skip
-    """Token ids of a prompt: by the chat template, which writes its own BOS, or as plain text where
-    a tokenizer has none."""
+    """Token ids of a prompt: by the chat template, which writes its own BOS, or, where a tokenizer
+    has none, the text as it is (nothing is appended: it may end in "Answer:" or a newline)."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt:
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if not tokenizer.chat_template:
-        return tokenizer("\n\n".join(m["content"] for m in messages) + "\n").input_ids
+        return tokenizer("\n\n".join(m["content"] for m in messages)).input_ids
     how = (template_kwargs or {}) | {"add_generation_prompt": True, "tokenize": False}
     try:
         text = tokenizer.apply_chat_template(messages, **how)
@@ -311,12 +292,15 @@ def load_data(args):
     into the model's context: that is checked before the model is loaded."""
     from transformers import AutoConfig, AutoTokenizer
 
-    name, where = args.model_name_or_path, {"revision": args.model_revision}
+    name, how = args.model_name_or_path, {"revision": args.model_revision}
+    how["trust_remote_code"] = False  # else transformers asks on standard input
     try:
-        config = AutoConfig.from_pretrained(name, **where).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(name, **where)
+        config = AutoConfig.from_pretrained(name, **how).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(name, **how)
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot load --model_name_or_path {name}: {str(error)[:300]}") from error
+        own = "trust_remote_code" in str(error) and "models that bring their own code are not run"
+        why = own or str(error)[:300]
+        raise DataError(f"cannot load --model_name_or_path {name}: {why}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of {name} has no EOS token: set eos_token in its files")
     if tokenizer.pad_token_id is None:
@@ -330,10 +314,9 @@ def load_data(args):
     prompts = [[encode_prompt(tokenizer, p.prompt, *style) for p in problems] for problems in sets]
     if not all(prompts[0] + prompts[1]):
         raise DataError(f"the tokenizer of {name} turns a prompt into no tokens: use another model")
-    longest = max(map(len, prompts[0] + prompts[1]))
     context = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    if longest + args.max_completion_length > context:
-        left = context - longest
+    left = context - (longest := max(map(len, prompts[0] + prompts[1])))
+    if args.max_completion_length > left:
         advice = f"set it to {left} or less" if left > 0 else "leave the long prompts out"
         raise DataError(
             f"the longest prompt ({longest} tokens) and --max_completion_length exceed the model's "
@@ -357,18 +340,23 @@ def grade_batch(run, batch, problems: Sequence[Problem]) -> list[float]:
 
 def reward_batch(run, batch, problems: Sequence[Problem], metrics: dict) -> list[float]:
     """The weighted sum of the reward functions for each completion. None is `correctness`; the
-    others are given the columns that every problem has. Writes each one's mean over all processes
-    under TRL's name."""
+    others are given the columns that every problem has, and as `gold`, unless a column has that
+    name, the final answers. A function's NaN (TRL's None: not for this completion) counts neither
+    in the sum nor in its mean over all processes, which is written under TRL's name."""
     ids, texts = completions_of(run, batch)
     shared = set.intersection(*(set(problem.columns) for problem in problems))
-    columns = {key: [problem.columns[key] for problem in problems] for key in shared}
+    columns = {"gold": [problem.answer for problem in problems]}
+    columns |= {key: [problem.columns[key] for problem in problems] for key in shared}
     prompts, sums = [problem.prompt for problem in problems], [0.0] * len(texts)
     for name, (function, weight) in run.reward_funcs.items():
         if function is None:
             values = correctness(run.grader, texts, problems)
         else:
             values = call_reward_func(name, function, prompts, texts, ids, columns)
-        mean = batch.sampled_logp.new_tensor(sum(values) / len(values))
-        metrics[f"rewards/{name}/mean"] = run.accelerator.reduce(mean, "mean").item()
-        sums = [total + weight * value for total, value in zip(sums, values, strict=True)]
+        given = [value for value in values if not math.isnan(value)]
+        local = batch.sampled_logp.new_tensor([sum(given), len(given)])
+        total, count = run.accelerator.reduce(local, "sum")
+        if count:
+            metrics[f"rewards/{name}/mean"] = (total / count).item()
+        sums = [s if math.isnan(v) else s + weight * v for s, v in zip(sums, values, strict=True)]
     return sums

@@ -411,8 +411,8 @@ def test_cells_of_a_csv_file_stay_as_written(tmp_path):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("problem,answer\na,1\n1,000 + 2?,1002\n", "3 cells under 2 names: 1,000 \\+ 2\\?,1002"),
-        ("problem,answer\na\n", "1 cells under 2 names: a"),
+        ("problem,answer\na,1\n1,000 + 2?,1002\n", "3 cells, not 2: 1,000 \\+ 2\\?,1002"),
+        ("problem,answer\na\n", "1 cells, not 2: a"),
         ('problem,answer\n"a,1\n', "unexpected end of data"),
         ("\n", "has no rows"),
         ("problem,answer\n", "has no rows"),
@@ -475,9 +475,9 @@ def test_how_many_rows_are_left_out(capfd, monkeypatch):
     data.parse_rows(rows[:1], "x", None, None)
     assert capfd.readouterr().err == ""
     data.parse_rows(rows, "x", None, None)
-    why = "each has no prompt in question or no final answer in solution"
-    assert capfd.readouterr() == ("", f"2 of 3 rows of x are left out: {why}\n")
-    with pytest.raises(DataError, match=f"each row of x {why[5:]}: name others"):
+    why = "rows of x are left out: no prompt in question or no final answer in solution"
+    assert capfd.readouterr() == ("", f"2 of 3 {why}\n")
+    with pytest.raises(DataError, match=f"2 of 2 {why}; name others with --prompt_column and"):
         data.parse_rows(rows[1:], "x", None, None)
     monkeypatch.setenv("RANK", "1")  # one process says it
     data.parse_rows(rows, "x", None, None)
@@ -625,7 +625,10 @@ def test_correctness(grader):
     assert data.correctness(grader, [], []) == []
 
 
-def rewards(grader, functions: dict, texts: list[str], ids: list[list[int]], problems) -> tuple:
+def rewards(
+    grader, functions: dict, texts: list[str], ids: list[list[int]], problems,
+    reduce=lambda value, how: value,
+) -> tuple:  # fmt: skip
     """What `reward_batch` returns and writes, of functions of weight 1, 2, ..."""
     mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in ids], True)
     padded = pad_sequence([torch.tensor(row) for row in ids], True)
@@ -633,7 +636,7 @@ def rewards(grader, functions: dict, texts: list[str], ids: list[list[int]], pro
     weighted = {name: (f, weight) for weight, (name, f) in enumerate(functions.items(), 1)}
     run = SimpleNamespace(grader=grader, reward_funcs=weighted)
     run.tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: texts)
-    run.accelerator = SimpleNamespace(reduce=lambda value, how: value)
+    run.accelerator = SimpleNamespace(reduce=reduce)
     metrics = {}
     return data.reward_batch(run, batch, problems, metrics), metrics
 
@@ -658,10 +661,45 @@ def test_rewards_by_name(grader):
     assert got == [1 * 3.0 + 2 * 1.0 + 3 * 1.0, 1 * 1.0 + 2 * 0.0 + 3 * 2.0]
     means = {"length": 2.0, "accuracy_reward": 0.5, "level": 1.5}
     assert metrics == {f"rewards/{name}/mean": mean for name, mean in means.items()}
-    columns = {"answer": ["4", "6"], "level": [1, 2]}  # not `rare`: one of them lacks it
+    # Not `rare`: one of them lacks it.
+    columns = {"answer": ["4", "6"], "level": [1, 2], "gold": ["4", "6"]}
     assert seen == [(["2 + 2?", "3 + 3?"], texts, columns)]
     with pytest.raises(RewardError, match="short"):
         rewards(grader, {"short": lambda **_: [1.0]}, texts, ids, problems)
+
+
+def test_a_reward_function_gets_the_final_answers(grader):
+    """README's, on GSM8K, whose `answer` is the whole solution."""
+
+    def right(completions, gold, **_):
+        return [data.final_answer(text) == want for text, want in zip(completions, gold)]
+
+    rows = [{"question": "2 + 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}]
+    problems = data.parse_rows(rows, "gsm8k", None, None) * 2
+    texts = ["\\boxed{4}", "\\boxed{5}"]
+    assert rewards(grader, {"right": right}, texts, [[1], [1]], problems)[0] == [1.0, 0.0]
+    problems = data.parse_rows([rows[0] | {"gold": "5"}], "own", None, None) * 2  # their own column
+    assert rewards(grader, {"right": right}, texts, [[1], [1]], problems)[0] == [0.0, 1.0]
+
+
+def test_a_function_that_is_not_for_every_completion(grader, monkeypatch):
+    """TRL's None, which `call_reward_func` returns as NaN: in no sum, and in no mean."""
+    nan = float("nan")
+    values = {"some": [3.0, nan, nan], "none": [nan] * 3, "all": [1.0, 2.0, 3.0]}
+    monkeypatch.setattr(data, "call_reward_func", lambda name, *_: values[name])
+    problems, ids = [Problem("2 + 2?", "4")] * 3, [[1]] * 3
+    got, metrics = rewards(grader, dict.fromkeys(values, len), [""] * 3, ids, problems)
+    assert got == [1 * 3.0 + 3 * 1.0, 3 * 2.0, 3 * 3.0]
+    assert metrics == {"rewards/some/mean": 3.0, "rewards/all/mean": 2.0}
+    got, metrics = rewards(grader, {"none": len}, [""] * 3, ids, problems)
+    assert (got, metrics) == ([0.0] * 3, {})
+
+    def reduce(value, how):  # the other process has 0.5 of one completion
+        assert how == "sum"
+        return value + torch.tensor([0.5, 1.0])
+
+    got, metrics = rewards(grader, {"some": len}, [""] * 3, ids, problems, reduce)
+    assert metrics == {"rewards/some/mean": 1.75}
 
 
 def test_a_chat_gets_messages(grader):
@@ -827,10 +865,11 @@ def test_exactly_one_bos():
 def test_a_tokenizer_without_a_template_gets_plain_text(tokenizer):
     plain = AutoTokenizer.from_pretrained(TINY)
     plain.chat_template = None
-    assert prompt_text(plain, "2 + 2?") == "2 + 2?\n"
-    assert prompt_text(plain, "2 + 2?", "Be brief.") == "Be brief.\n\n2 + 2?\n"
+    for text in ("2 + 2?", "2 + 2?\nAnswer:", "2 + 2?\n", "2 + 2? "):  # as in TRL
+        assert prompt_text(plain, text) == text
+    assert prompt_text(plain, "2 + 2?", "Be brief.") == "Be brief.\n\n2 + 2?"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert prompt_text(plain, messages) == "a\n\nb\n"
+    assert prompt_text(plain, messages) == "a\n\nb"
 
 
 def test_a_template_that_refuses_is_one_sentence(tokenizer):
@@ -863,6 +902,23 @@ def test_training_and_evaluation_prompts_come_from_the_same_function(monkeypatch
             f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{problem.prompt}"
             "<|im_end|>\n<|im_start|>assistant\n"
         )
+
+
+# ----------------------------------------------------------------- which models are read
+@pytest.mark.parametrize("model_type", ["own", "bitnet"])  # for which there is no tokenizer's code
+def test_a_model_that_brings_its_own_code(tmp_path, monkeypatch, model_type):
+    """transformers would ask on standard input whether to run it, and wait for 15 seconds."""
+    asked, auto_map = [], {"AutoConfig": "own.C", "AutoTokenizer": ["own.T", None]}
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        own = json.loads((Path(TINY) / name).read_text())
+        own |= {"model_type": model_type, "tokenizer_class": "Own", "auto_map": auto_map}
+        (tmp_path / name).write_text(json.dumps(own))
+    with pytest.raises(DataError) as error:
+        data.load_data(flags(model_name_or_path=tmp_path))
+    assert not asked and str(error.value) == (
+        f"cannot load --model_name_or_path {tmp_path}: models that bring their own code are not run"
+    )
 
 
 # ----------------------------------------------------------------- what fits into the model
