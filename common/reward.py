@@ -1,17 +1,17 @@
 """Rewards: is a completion's last ``\\boxed{...}`` equal to the gold answer? And custom functions.
 
-Equal strings and plain integers are settled here. Every other pair goes to math-verify (sympy) in
-worker processes: a short answer can make sympy compute for ever, and math-verify's own time-out
-(SIGALRM) does not stop a power that CPython computes in C (5^(5^(5^5)), its issue 65). Only killing
-a process does. The worker is this file run as a script, a JSON line in and a line out for each
-pair; not multiprocessing, whose spawn imports torch again and whose fork is unsafe with threads.
+Equal strings and plain integers are settled here, other pairs by math-verify (sympy) in worker
+processes: a short answer can make sympy compute for ever, and only killing a process stops a power
+that CPython computes in C (5^(5^(5^5)), math-verify's issue 65). The worker is this file run as a
+script; not multiprocessing, whose spawn imports torch again and whose fork is unsafe with threads.
 
 What math-verify 0.9 and latex2sympy2_extended 1.11 do with model text:
 - ExprExtractionConfig ends in Python's eval (sympy's parse_expr): not used here. The grammar of
   LatexExtractionConfig gives eval (sympify) number tokens only: digits, commas, dots, e-notation.
 - Symbols get names of the model's choosing (\\vec{dot([1],[open(...)])}), which sympy's evalf of an
   infinite sum printed into Python source and ran (lambdify): the worker refuses lambdify.
-- Numbers side by side are added, as if each were a mixed fraction: see _refuse_sums.
+- Numbers side by side are added (_refuse_sums), any last words are a unit (_UNIT), the last side
+  of any equation is the answer (_sides), and 42, 42 is the set of 42 (_load_verifier).
 The worker is limited in time and memory, but it is not a sandbox against a bug yet unknown.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -30,7 +30,9 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -39,6 +41,7 @@ MAX_CHARS = 500  # a longer box or gold is compared as a string only; MATH-500's
 CACHE_PAIRS = 20_000  # at most 2 * MAX_CHARS characters each: tens of MB at worst
 MEMORY_BYTES = 2 << 30  # address space of a worker
 START_SECONDS = 60.0  # a start is about 1 s; a cold disk or a busy machine takes longer
+LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 MAX_STARTS = 3  # in a row; one alone may be the kernel's OOM killer
 
 
@@ -50,16 +53,40 @@ Pair = tuple[str, str]  # (boxed content, gold answer), both tidy
 
 # `\\boxed{` (JSON-escaped by the model) counts as a box; `\{` and `\}` are not grouping braces.
 _TOKEN = re.compile(r"\\\\?boxed\s*\{|\\.|[{}]", re.DOTALL)
-_INTEGER = re.compile(r"([+-]?)([0-9]{1,30}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,9})")
-_BASE = re.compile(r"\b[0-9][0-9A-Z]*\s*_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))$")  # 101_2, 4A_{16}
+_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
+_BASE = re.compile(r"\b[0-9][0-9A-Z]*\s*_([^_]*)$")  # 101_2, 4A_{16}, 11_{(2)}
 
-# What may surround an answer without being of it; math-verify fails on a full stop in the box.
-_GAP = r"[\s~]|\\[,;:! ]"
-_EDGES = re.compile(rf"^(?:{_GAP}|[$≈]|\\approx(?![a-zA-Z]))+|(?:{_GAP}|(?<!\\)[$.])+$")
-# Spaces to a reader; math-verify fails on the first two, and drops the others: 5'10 would be 510.
-_SPACE = re.compile(r"[\s~]+|\\text\s*\{\s*\}|(?<=[0-9])(?:\\?\$|['\"])(?=[0-9])")
-_THOUSANDS = re.compile(r"(?<![0-9.^_])[1-9][0-9]{0,2}(?:(?: |\\[,;:! ]|\{,\})+[0-9]{3})+(?![0-9])")
-_MIXED = re.compile(r"(?<![0-9.^_/])([0-9]+)(?: |\\[,;: ])+([0-9]+) ?/ ?([0-9]+)(?![0-9.])")
+_GAP = r"(?:[\s~]|\\[,;:! ])"
+# A unit: \text{...} after a value, words of three letters or more after a gap, the short ones
+# here. But not with a number in it or a word that changes the value: that stays, a wrong factor.
+_CHANGE = r"\b(?:or|not|is|half|dozen|hundred|thousand|[a-z]*illion|mod|squared|cubed)\b"
+_SHORT = r"[ckm]?m|[km]?g|m?[lL]|ft|in|yd|mi|mph|lb|oz|hr|min|sec|s|h|st|nd|rd|th|°"
+_WORD = rf"(?:{_GAP}(?!percent)[A-Za-z]{{3,}}|/?(?:{_SHORT})(?!\w))"
+_TEXT, _POWER = r"\\(?:text|mbox|math)[a-z]* ?\{", r"(?:\^(?:[1-9]|\{[1-9]\}))?"
+_UNIT = (
+    rf"^((?:(?!{_TEXT}).)*?[^\s,;=+*/$-])(?!.*(?:{_CHANGE}|(?<![a-zA-Z^])(?<!\^\{{)[0-9]))"
+    rf"(?:(?:(?<=[0-9)}}])|(?<=\\pi))(?:{_GAP}*{_WORD}{_POWER})+|{_GAP}*/?{_TEXT}[^{{}}]*\}}{_POWER})+$"
+)
+# A comma before three digits is of a number, but not where a bracket follows: (1,200) is a pair.
+_BREAK = r"(?: |,?\\!|\\[,;: ])+|\{,\}|,(?!.*(?:[)\]]|\\\}))"
+_REWRITES: list[tuple[str, str | Callable]] = [
+    # What may surround an answer without being of it; math-verify fails on a full stop in the box.
+    (rf"^(?:{_GAP}|[$≈]|\\(?:approx|displaystyle)(?![a-zA-Z]))+|(?:{_GAP}|(?<!\\)[$.])+$", ""),
+    # Spaces to a reader; math-verify fails on two of them, and drops the others: 5'10 would be 510.
+    (r"[\s~]+|\\text\s*\{\s*\}|(?<=[0-9])(?:\\?\$|['\"]+)(?=[0-9])", " "),
+    (r",? ?\\(?:(?:lor|vee)(?![a-zA-Z])|text ?\{ ?(?:and|or) ?\})", ", "),
+    (r"\\text ?\{((?:[A-Z], ?)+[A-Z])\}", r"\1"),
+    (r"\\varnothing", r"\\emptyset"),
+    (_UNIT, r"\1"),
+    (rf"(?<![\d.^_])[1-9]\d?\d?(?:(?:{_BREAK})\d{{3}})+(?!\d)", lambda m: re.sub(r"\D", "", m[0])),
+    # 2 1/2 as 2\frac{1}{2}, not (2 + 1)/2
+    (r"(?<![\d.^_/])(\d+)(?: |\\[,;: ])+(\d+) ?/ ?(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (r"\) ?(\\left)? ?\(", r")\\cdot\1("),
+    (r"(\.[0-9]*) ?\\overline ?\{([0-9]{1,9})\}", lambda m: m[1] + (15 * m[2])[:15]),
+]
+# The name of what is asked for; _OF is left out of it: f(-2), f^{-1}(2), S_{10}, \sin 30^\circ.
+_OF = r"(?:\^ ?\{-1\} ?)?\([^()]*\)|_?\{[^{}]*\}|\^ ?\{? ?\\circ ?\}?"
+_NAME = re.compile(r" ?(?!.*(?:[-+*/^]|\\(?:[dt]?frac|sqrt|cdot|times|div|pm)))[a-zA-Z\\|[].*")
 
 
 def boxed_span(text: str) -> tuple[int, int] | None:
@@ -83,38 +110,41 @@ def last_boxed(text: str) -> str | None:
     return None if span is None else text[slice(*span)]
 
 
-def _integer(text: str) -> int | None:
-    """Value of a plain ASCII integer (sign, thousands commas), None if it is not one."""
-    return int(text.replace(",", "")) if _INTEGER.fullmatch(text) else None
-
-
 def _tidy(text: str) -> str:
-    """Without what does not count; 1\\,000 as 1000 and 2 1/2 as 2\\frac{1}{2} (not (2 + 1)/2)."""
+    """Without what does not count, and with what math-verify misreads written in another way."""
     if len(text) > MAX_CHARS:
         return text.strip()
-    text = _SPACE.sub(" ", _EDGES.sub("", text))
-    text = _THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
-    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    for pattern, new in _REWRITES:
+        text = re.sub(pattern, new, text)
+    return text
 
 
-def _other_base(box: str, gold: str) -> bool:
-    """The box names a number base that is not the gold's; math-verify compares the digits only. A
-    box without a base may answer a gold with one: the problem often names it already."""
-    left, right = _BASE.search(box), _BASE.search(gold)
-    base = int(right[1] or right[2]) if right else 10
-    return left is not None and int(left[1] or left[2]) != base
+def _other_kind(box: str, gold: str) -> bool:
+    """The box has what the gold has not and math-verify drops: a modulus, a set's braces, a number
+    base. A box without a base may answer a gold with one: the problem often names it already."""
+    left, right = ([re.sub("[^0-9]", "", base) for base in _BASE.findall(s)] for s in (box, gold))
+    braces = gold.endswith(")") and "\\{" in box and "\\{" not in gold
+    return braces or "mod" in box and "mod" not in gold or bool(left) and left != (right or ["10"])
+
+
+def _sides(box: str) -> list[str]:
+    """What of an equation must be the answer (math-verify takes the last side of any): of
+    x = ... = 12 and 12 = x the 12, of 6 * 2 = 12 every side, of x = 4 x = 7 nothing will do."""
+    sides = re.split(r"(?<![<>!])=(?![^{}]*\}\s*\^)", box)  # but that of \sum_{n=1}^5
+    first, last = (_NAME.fullmatch(re.sub(_OF, "", sides[i])) for i in (0, -1))
+    if first and any(side.strip().endswith(sides[0].strip()) for side in sides[1:-1]):
+        return [""]
+    return sides[-1:] if first else sides[:1] if last else sides
 
 
 def quick_verdict(box: str, gold: str) -> float | None:
     """The verdict where it takes no evaluation, else None. Both arguments tidy."""
-    if not box:
+    if box in ("", gold):
+        return float(box != "")
+    if len(box) > MAX_CHARS or len(gold) > MAX_CHARS or _other_kind(box, gold):
         return 0.0
-    if box == gold:
-        return 1.0
-    if len(box) > MAX_CHARS or len(gold) > MAX_CHARS or _other_base(box, gold):
-        return 0.0
-    left, right = _integer(box), _integer(gold)
-    return None if left is None or right is None else float(left == right)
+    whole = _INTEGER.fullmatch(box) and _INTEGER.fullmatch(gold)
+    return float(int(box) == int(gold)) if whole else None
 
 
 def _reply(worker: subprocess.Popen[bytes], seconds: float) -> bytes | None:
@@ -128,12 +158,12 @@ def _reply(worker: subprocess.Popen[bytes], seconds: float) -> bytes | None:
 class Grader(contextlib.AbstractContextManager):
     """Grades completions; starts its workers when a pair first needs one and keeps them.
 
-    ``timeout`` is in seconds from handing a pair to a worker (its start-up is not counted). A
-    worker with no verdict by then is killed and replaced. So is one that dies (the kernel's OOM
-    killer), which standard error says once; its pair is tried once more: it need not be the cause.
-    A pair without a verdict gets 0, is counted in ``timeouts``, and is cached like any other.
-    ``budget`` is the seconds of one ``grade`` from its first worker's readiness on: slow answers
-    must not stall a run. What is left then gets 0 and is counted, but not cached. Not thread-safe.
+    ``timeout`` is in seconds from handing a pair to a worker (its start-up is not counted); one
+    with no verdict by then is killed and replaced. So is one that dies (the kernel's OOM killer),
+    which standard error says once; its pair is tried once more: it need not be the cause. A pair
+    without a verdict gets 0, is counted in ``timeouts``, and is cached like any other. ``budget`` is
+    the seconds of one ``grade`` from its first worker's readiness on: slow answers must not stall a
+    run. What is left then gets 0 and is counted, but not cached. Not thread-safe.
     """
 
     def __init__(self, num_workers: int = 2, timeout: float = 5.0, budget: float = 60.0) -> None:
@@ -190,8 +220,7 @@ class Grader(contextlib.AbstractContextManager):
             self.close()
             raise
         self.timeouts += sum(verdict not in (0.0, 1.0) for verdict in found)
-        pairs_found = zip(pairs, found, strict=True)
-        return {pair: float(v == 1) for pair, v in pairs_found if v is not None}
+        return {p: float(v == 1) for p, v in zip(pairs, found, strict=True) if v is not None}
 
     def _judge(self, pair: Pair) -> float | None:
         """A worker's verdict, NaN if it has none; None once the budget is spent. In a thread."""
@@ -220,11 +249,13 @@ class Grader(contextlib.AbstractContextManager):
     def _tell(self, code: int) -> None:
         """Say once in a run that workers die; a slow machine would say it at every answer."""
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        hint = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
-        what = "it is replaced, an answer it held is tried again, and the run goes on (said once)"
+        how += " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
         if not self._told and self._end > 0:  # else it was this process that killed it
             self._told = True
-            print(f"reward: a grading worker {how}{hint}; {what}.", file=sys.stderr, flush=True)
+            what = (
+                "it is replaced, an answer it held is tried again, and the run goes on (said once)"
+            )
+            print(f"reward: a grading worker {how}; {what}.", file=sys.stderr, flush=True)
 
     def _start(self) -> subprocess.Popen[bytes]:
         """A worker that is ready."""
@@ -288,7 +319,10 @@ def _load_verifier() -> Callable[[str, str], bool]:
             module.lambdify = refuse
     _refuse_sums(sys.modules["latex2sympy2_extended.latex2sympy2"]._Latex2Sympy)
 
-    config = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+    parser = sys.modules["math_verify.parser"]
+    parser.get_last_eq = lambda latex: latex  # where a whole fails to parse, its last side was it
+    rules = parser.NormalizationConfig(malformed_operators=True, nits=True)  # units: see _UNIT
+    config = [math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=rules)]
 
     @functools.lru_cache(maxsize=512)  # one gold meets a whole group of boxes
     def parsed(text: str) -> list:
@@ -297,18 +331,22 @@ def _load_verifier() -> Callable[[str, str], bool]:
             f"\\boxed{{{text}}}", config, extraction_mode="first_match", parsing_timeout=None
         )
 
-    def decimals(gold: list) -> int:
-        """Decimals that floats are compared to: math-verify's 6, so that 0.333333 is 1/3, and one
-        more for each zero after the point, or .0000672 would equal .0000674."""
-        small = gold and isinstance(gold[0], sympy.Number) and abs(gold[0]) < 1
-        size = abs(float(gold[0])) if small else 1.0  # float() of a huge integer would raise
-        return 6 + max(0, -math.floor(math.log10(size)) - 1) if size > 0 else 6
-
     def equal(box: str, gold: str) -> bool:
         try:  # deep nesting is a RecursionError, a huge number a MemoryError: wrong, all of them
-            right = parsed(gold)
-            how = {"float_rounding": decimals(right), "timeout_seconds": None}
-            return bool(math_verify.verify(right, parsed(box), **how))
+            right, whole = parsed(gold), "=" in gold or re.search("[,;]", box)
+            values = [parsed(side) for side in ([box] if whole else _sides(box))]
+            # 6 decimals, so that 0.333333 is 1/3, or as many as the gold has, and more by the zeros
+            # after its point, lest 1/2004! or .0000672 be next to nothing; and 1<x<2 is (1,2).
+            size = abs(right[0].evalf()) if getattr(right[0], "is_number", False) else 1
+            zeros = max(0, -math.floor(sympy.log(size, 10)) - 1) if size else 0
+            places = max([6 + zeros, *map(len, re.findall(r"\.([0-9]{1,12})", gold))])
+            how = {"float_rounding": places, "numeric_precision": 15 + zeros}
+            how |= {"timeout_seconds": None, "allow_set_relation_comp": True}
+            found = [getattr(value[0], "rhs", value[0]) for value in values]
+            many = any(len(getattr(each, "_unsorted_args", "1")) > 1 for each in found)
+            if many and isinstance(right[0], sympy.Expr):  # 42, 42 is not one answer
+                return False
+            return all(math_verify.verify(right, value, **how) for value in values)
         except Exception:
             return False
 
@@ -337,6 +375,10 @@ def _import(path: str) -> Callable:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: no file there shall stand in for a library
     try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+        here = os.path.realpath(module.partition(".")[0] + ".py")
+        if spec and os.path.isfile(here) and os.path.realpath(str(spec.origin)) != here:
+            raise ImportError(f"rename {here}: Python has another module of that name")
         function = getattr(importlib.import_module(module), name)
         if not callable(function):
             raise TypeError(f"{name} is not a function")
@@ -350,18 +392,26 @@ def call_reward_func(
     name: str, function: Callable, prompts: list, completions: list[str],
     completion_ids: list[list[int]], columns: dict[str, list],
 ) -> list[float]:  # fmt: skip
-    """A number for each completion, by TRL's convention: of a chat it is a list of one message."""
+    """A number for each completion, NaN for None, which is not counted. By TRL's convention; of a
+    chat a completion is a list of one message."""
+    import torch  # not above, for the worker
+
     replies = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, completions, strict=True)
     ]
     given = {"prompts": prompts, "completions": replies, "completion_ids": completion_ids}
     try:
-        values = list(function(**(columns | given)))
-        numbers = [math.nan if isinstance(v, str | bytes) else float(v) for v in values]
-    except Exception as error:
-        raise RewardError(f"correct the reward function {name}: {error!r:.200}") from error
-    bad = [v for v, number in zip(values, numbers, strict=True) if not math.isfinite(number)]
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # the function may leave it off
+            values = list(function(**(columns | given)))
+        numbers = [math.nan if isinstance(v, str | bytes | None) else float(v) for v in values]
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if not f.filename.startswith((*LIBRARIES, __file__, "<"))]
+        place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        raise RewardError(f"correct the reward function {name}: {error!r:.200}{place}") from error
+    pairs = zip(values, numbers, strict=True)
+    bad = [value for value, number in pairs if value is not None and not math.isfinite(number)]
     if bad or len(values) != len(replies):
         got = f"{bad[0]!r:.80}" if bad else f"{len(values)} values for {len(replies)} completions"
         raise RewardError(f"reward function {name} must return a number per completion, not {got}")

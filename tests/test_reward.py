@@ -9,6 +9,7 @@ if __name__ == "__main__":  # --bench; under pytest the configuration does this
 
 import ast
 import json
+import math
 import os
 import signal
 import subprocess
@@ -151,6 +152,28 @@ EQUAL = [
     ("6.72 \\times 10^{-5}", ".0000672"), (r"(x+1)^2", "x^2+2x+1"), ("0.333333", r"\frac13"),
     ("52_{8}", "52_8"), ("52", "52_8"), ("52_{10}", "52"), ("x_{1}", "x_1"),
     ("{1" + 400 * "0" + "}", "1" + 400 * "0"),
+    # units and other words
+    ("12 dollars", "12"), ("12 cm^2", "12"), ("12cm", "12"), (r"12\,\mathrm{m}/\mathrm{s}^2", "12"),
+    (r"12^\circ", "12"), ("12°", "12"), (r"12^{\circ}\text{C}", "12"), ("12 years old", "12"),
+    (r"12\text{ more apples}", "12"), (r"12\text{ apples and oranges}", "12"), ("12 km/h", "12"),
+    (r"\frac{1}{2} cup", "0.5"), (r"2\pi cm", r"2\pi"), ("12 percent", "12"), ("12", "12 dollars"),
+    (r"1\text{ and }2\text{ units}", "1, 2"), ("A,D", r"\text{A,D}"), ("D, A", r"\text{A,D}"),
+    (r"\displaystyle \text{Evelyn}", r"\text{Evelyn}"), (r"\varnothing", r"\emptyset"),
+    # thousands
+    (r"1,000\pi", r"1000\pi"), (r"\frac{1,000}{3}", r"\frac{1000}{3}"), ("1,200.50", "1200.5"),
+    (r"x = 15,\!600", "15600"), ("x = 15,600", "15600"), ("(1, 200)", "(1,200)"), ("2, 100", "100, 2"),
+    # equations
+    ("12=x", "12"), ("12 = x = y", "12"), (r"6 \times 2 = 12", "12"), (r"\angle A = 12^\circ", "12"),
+    (r"A=\pi r^2=9\pi", r"9\pi"), ("f(-2) = 12", "12"), ("f^{-1}(2) = 12", "12"), ("AB = 12", "12"),
+    (r"\sin 30^\circ = \frac12", "0.5"), ("P(X=2) = 1/4", "0.25"), (r"\sum_{n=1}^3 n", "6"),
+    (r"A = 3 · 4 = 12", "12"), ("S = s^2", "s^2"), (r"x = \pi", r"\pi"), ("-2x = y", "y = -2x"),
+    (r"x=4\lor x=7", "4, 7"), (r"x = 4 \text{ or } x = 7", "4, 7"), (r"\{4, 7\}", "7, 4"),
+    # sets
+    ("1<x<2", "(1,2)"), (r"x\ge0", r"[0,\infty)"), (r"-1 < x \leq 3", "(-1, 3]"), ("x > 3", r"(3,\infty)"),
+    # fractions
+    (r"0.\overline{3}", r"\frac13"), (r"\frac23", r"0.\overline{6}"), (r"2.1\overline{6}", "13/6"),
+    ("(6)(4/5)", r"\frac{24}{5}"), (r"\left(b+2\right)\left(a+5\right)", "(a+5)(b+2)"),
+    (r"\frac{1}{2004!}", r"\frac{2}{2 \cdot 2004!}"), ("1.00000010", "1.0000001"),
 ]  # fmt: skip
 DIFFERENT = [
     (r"\frac13", "0.5"), ("2/1", "0.5"), ("x=6", "5"), (r"\sqrt{7}", r"2\sqrt{2}"),
@@ -163,6 +186,24 @@ DIFFERENT = [
     (r"\text{it is } \frac{1}{2} \text{ or } (((", r"\frac{1}{2}"),
     (".0000674", ".0000672"), ("0.000067", ".0000672"), ("0", "0.0000001"), ("0.33", r"\frac13"),
     ("101_2", "101_3"), ("101_{12}", "101_3"), ("10_8", "10"), ("52_7", "52_{8}"),
+    ("11_{(2)}", "11"), (r"11_{\text{two}}", "11"),
+    # hedges
+    (r"x=4\lor x=7", "4"), (r"x=4\lor x=7", "7"), (r"x=4 \implies x=7", "7"), ("x=4 x=7", "7"),
+    (r"x=4\quad x=7", "7"), ("42, 42", "42"), ("1;1", "1"), ("x = 42, 42", "42"),
+    (r"42, \frac{84}{2}", "42"), (r"42\text{ and }42", "42"),
+    # words that are no unit
+    (r"12\text{ million}", "12"), (r"12\text{ or more}", "12"), (r"12\text{ is wrong}", "12"),
+    ("12 million", "12"), ("12 dozen", "12"), ("12 squared", "12"), (r"12\text{ and a half}", "12"),
+    (r"12\text{ hours and 30 minutes}", "12"), (r"12\text{.5}", "12"), ("12ab", "12"), ("2d", "2"),
+    (r"12\text{ cm}, 13\text{ cm}", "12"), (r"12\text{ apples or }\frac{26}{2}", "12"),
+    (r"\text{Monday} \text{ or } \text{Tuesday}", r"\text{Monday}"),
+    # not that number, equation, set or pair
+    (r"4\mod 5", "4"), (r"4\text{ mod }5", "4"), ("13=12", "12"), ("2x=12", "12"), ("x+y=12", "12"),
+    ("x^2 = 12", "12"), (r"\frac{a}{b} = 12", "12"), ("12=13", "12"), ("(13=12)", "12"),
+    (r"\{1,2\}", "(1,2)"), ("1<x<3", "(1,2)"), ("x>0", r"[0,\infty)"), ("(1,200)", "1200"),
+    (r"\frac{1}{2005!}", r"\frac{1}{2004!}"), (r"\frac{1}{\pi^{51}}", r"\frac{1}{\pi^{50}}"),
+    ("1.0000002", "1.0000001"), ("5''10", "510"), ("5'10''", "510"), ("(6)(4/5)", r"\frac{34}{5}"),
+    ("A,C", r"\text{A,D}"), (r"0.\overline{3}", "0.33"), (r"0.\overline{30}", r"\frac13"),
 ]  # fmt: skip
 
 
@@ -731,7 +772,7 @@ def test_numbers_of_every_kind():
     ("values", "says"),
     [
         ([1.0], "1 values for 2"), ([], "0 values"), ([1, 2, 3], "3 values"), (None, "TypeError"),
-        (1.0, "TypeError"), ([1.0, None], "NoneType"), ([1.0, float("nan")], "not nan"),
+        (1.0, "TypeError"), ([1.0, []], "list"), ([None, float("nan")], "not nan"),
         ([1.0, float("inf")], "not inf"), (["1", "2"], "not '1'"), ([1j, 1], "complex"),
         ("12", "not '1'"), ([[1], [2]], "list"), ([10**400, 1], "OverflowError"),
         ({"a": 1, "b": 2}, "not 'a'"),
@@ -751,6 +792,76 @@ def test_an_exception_in_a_reward_function_is_one_sentence():
         with pytest.raises(RewardError, match="reward function mine: (Key|Type)Error") as error:
             called(function)
         assert "\n" not in str(error.value) and error.value.__cause__ is not None
+
+
+def test_none_is_not_counted_as_in_trl():
+    for values in ([1, None], iter([1.0, None])):
+        got = called(lambda _values=values, **_: _values)
+        assert got[0] == 1.0 and math.isnan(got[1])
+    assert all(map(math.isnan, called(lambda **_: [None, None])))
+
+
+def test_the_gradients_stay_on_whatever_a_reward_function_does():
+    import torch
+
+    def off(**_):
+        torch.set_grad_enabled(False)
+        return [1, 2]
+
+    def off_and_out(**_):
+        off()
+        raise ValueError("then an error")
+
+    for before in (True, False):
+        with torch.set_grad_enabled(before):
+            assert called(off) == [1.0, 2.0] and torch.is_grad_enabled() is before
+            with pytest.raises(RewardError):
+                called(off_and_out)
+            assert torch.is_grad_enabled() is before
+
+
+def test_a_reward_function_cannot_end_the_run_but_ctrl_c_can():
+    def leave(**_):
+        sys.exit(0)
+
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(RewardError, match=r"reward function mine: SystemExit\(0\)") as error:
+        called(leave)
+    assert "\n" not in str(error.value)
+    with pytest.raises(KeyboardInterrupt):
+        called(interrupted)
+
+
+def test_an_error_names_the_line_of_the_users_own_code(tmp_path, monkeypatch):
+    """Of the function that it calls, not of the library in which the error is raised."""
+    lines = ["import json", "def helper(text):", "    return json.loads(text)"]
+    lines += ["def mine(completions, **_):", "    return [helper(t) for t in completions]"]
+    (tmp_path / "own_of_test_reward.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    ((function, _),) = load_reward_funcs(["own_of_test_reward.mine"]).values()
+    place = f" at {tmp_path / 'own_of_test_reward.py'}:3"
+    with pytest.raises(RewardError, match="mine: JSONDecodeError") as error:
+        called(function, texts=("{", "x"))
+    assert str(error.value).endswith(place) and "\n" not in str(error.value)
+    for values in ([1j, 1], None):  # no line is to blame
+        with pytest.raises(RewardError) as error:
+            called(lambda _values=values, **_: _values)
+        assert ".py" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["random", "math", "pytest"])  # builtin, and a library too
+def test_a_file_that_hides_behind_another_module_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / f"{name}.py").write_text("def sqrt(**_):\n    return [1]\n")
+    with pytest.raises(RewardError, match=f"--reward_funcs {name}.sqrt.*rename ") as error:
+        load_reward_funcs([f"{name}.sqrt"])
+    assert str(tmp_path / f"{name}.py") in str(error.value) and "\n" not in str(error.value)
+    (tmp_path / f"{name}.py").rename(tmp_path / f"my_{name}_of_test_reward.py")
+    assert list(load_reward_funcs([f"my_{name}_of_test_reward.sqrt"])) == ["sqrt"]
 
 
 def test_ready_made_functions_of_trl_run_unchanged():
@@ -815,7 +926,7 @@ def test_the_source_evaluates_nothing():
     bad = {"eval", "exec", "sympify", "parse_expr", "loads", "ExprExtractionConfig", "pickle"}
     assert names & bad == {"loads"}  # json.loads, in the worker
     modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    assert not modules & {"torch", "pickle", "multiprocessing"}
+    assert not modules & {"pickle", "multiprocessing"}
 
 
 # --------------------------------------------------------------------------------------- bench
