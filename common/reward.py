@@ -30,10 +30,8 @@ import select
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -41,8 +39,6 @@ MAX_CHARS = 500  # a longer box or gold is compared as a string only; MATH-500's
 CACHE_PAIRS = 20_000  # at most 2 * MAX_CHARS characters each: tens of MB at worst
 MEMORY_BYTES = 2 << 30  # address space of a worker
 START_SECONDS = 60.0  # a start is about 1 s; a cold disk or a busy machine takes longer
-LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-MAX_STARTS = 3  # in a row; one alone may be the kernel's OOM killer
 
 
 class RewardError(Exception):
@@ -50,22 +46,20 @@ class RewardError(Exception):
 
 
 Pair = tuple[str, str]  # (boxed content, gold answer), both tidy
-
 # `\\boxed{` (JSON-escaped by the model) counts as a box; `\{` and `\}` are not grouping braces.
 _TOKEN = re.compile(r"\\\\?boxed\s*\{|\\.|[{}]", re.DOTALL)
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 _BASE = re.compile(r"\b[0-9][0-9A-Z]*\s*_([^_]*)$")  # 101_2, 4A_{16}, 11_{(2)}
-
 _GAP = r"(?:[\s~]|\\[,;:! ])"
 # A unit: \text{...} after a value, words of three letters or more after a gap, the short ones
 # here. But not with a number in it or a word that changes the value: that stays, a wrong factor.
 _CHANGE = r"\b(?:or|not|is|half|dozen|hundred|thousand|[a-z]*illion|mod|squared|cubed)\b"
 _SHORT = r"[ckm]?m|[km]?g|m?[lL]|ft|in|yd|mi|mph|lb|oz|hr|min|sec|s|h|st|nd|rd|th|°"
-_WORD = rf"(?:{_GAP}(?!percent)[A-Za-z]{{3,}}|/?(?:{_SHORT})(?!\w))"
 _TEXT, _POWER = r"\\(?:text|mbox|math)[a-z]* ?\{", r"(?:\^(?:[1-9]|\{[1-9]\}))?"
+_WORD = rf"(?:{_GAP}+(?!percent)[A-Za-z]{{3,}}|{_GAP}*/?(?:{_SHORT})(?!\w)){_POWER}"
 _UNIT = (
     rf"^((?:(?!{_TEXT}).)*?[^\s,;=+*/$-])(?!.*(?:{_CHANGE}|(?<![a-zA-Z^])(?<!\^\{{)[0-9]))"
-    rf"(?:(?:(?<=[0-9)}}])|(?<=\\pi))(?:{_GAP}*{_WORD}{_POWER})+|{_GAP}*/?{_TEXT}[^{{}}]*\}}{_POWER})+$"
+    rf"(?:(?:(?<=[0-9)}}])|(?<=\\pi))(?:{_WORD})+|{_GAP}*/?{_TEXT}[^{{}}]*\}}{_POWER})+$"
 )
 # A comma before three digits is of a number, but not where a bracket follows: (1,200) is a pair.
 _BREAK = r"(?: |,?\\!|\\[,;: ])+|\{,\}|,(?!.*(?:[)\]]|\\\}))"
@@ -79,7 +73,6 @@ _REWRITES: list[tuple[str, str | Callable]] = [
     (r"\\varnothing", r"\\emptyset"),
     (_UNIT, r"\1"),
     (rf"(?<![\d.^_])[1-9]\d?\d?(?:(?:{_BREAK})\d{{3}})+(?!\d)", lambda m: re.sub(r"\D", "", m[0])),
-    # 2 1/2 as 2\frac{1}{2}, not (2 + 1)/2
     (r"(?<![\d.^_/])(\d+)(?: |\\[,;: ])+(\d+) ?/ ?(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (r"\) ?(\\left)? ?\(", r")\\cdot\1("),
     (r"(\.[0-9]*) ?\\overline ?\{([0-9]{1,9})\}", lambda m: m[1] + (15 * m[2])[:15]),
@@ -111,20 +104,12 @@ def last_boxed(text: str) -> str | None:
 
 
 def _tidy(text: str) -> str:
-    """Without what does not count, and with what math-verify misreads written in another way."""
+    """Without what does not count, and what math-verify misreads rewritten: 2 1/2 as 2\\frac12."""
     if len(text) > MAX_CHARS:
         return text.strip()
     for pattern, new in _REWRITES:
         text = re.sub(pattern, new, text)
     return text
-
-
-def _other_kind(box: str, gold: str) -> bool:
-    """The box has what the gold has not and math-verify drops: a modulus, a set's braces, a number
-    base. A box without a base may answer a gold with one: the problem often names it already."""
-    left, right = ([re.sub("[^0-9]", "", base) for base in _BASE.findall(s)] for s in (box, gold))
-    braces = gold.endswith(")") and "\\{" in box and "\\{" not in gold
-    return braces or "mod" in box and "mod" not in gold or bool(left) and left != (right or ["10"])
 
 
 def _sides(box: str) -> list[str]:
@@ -139,9 +124,15 @@ def _sides(box: str) -> list[str]:
 
 def quick_verdict(box: str, gold: str) -> float | None:
     """The verdict where it takes no evaluation, else None. Both arguments tidy."""
-    if box in ("", gold):
-        return float(box != "")
-    if len(box) > MAX_CHARS or len(gold) > MAX_CHARS or _other_kind(box, gold):
+    if box in ("", gold) or max(len(box), len(gold)) > MAX_CHARS:
+        return float(box == gold != "")
+    # What math-verify drops: a modulus, a set's braces, a number base. That one the problem often
+    # names already, so a box without it may answer a gold with it.
+    more = "mod" in box and "mod" not in gold
+    more |= gold.endswith(")") and "\\{" in box and "\\{" not in gold
+    left, right = (re.sub("[^0-9]", "", "".join(_BASE.findall(text))) for text in (box, gold))
+    more |= bool(_BASE.search(box)) and left != (right or "10")
+    if more:
         return 0.0
     whole = _INTEGER.fullmatch(box) and _INTEGER.fullmatch(gold)
     return float(int(box) == int(gold)) if whole else None
@@ -151,30 +142,26 @@ def _reply(worker: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     """What a worker writes (a line is one atomic pipe write); b"" if it is dead, None if late."""
     poll = select.poll()  # select.select takes no file descriptor above 1023
     poll.register(worker.stdout, select.POLLIN)
-    came = poll.poll(1000 * max(0.0, seconds))
-    return os.read(worker.stdout.fileno(), 4096) if came else None
+    return os.read(worker.stdout.fileno(), 4096) if poll.poll(1000 * max(0.0, seconds)) else None
 
 
 class Grader(contextlib.AbstractContextManager):
     """Grades completions; starts its workers when a pair first needs one and keeps them.
 
-    ``timeout`` is in seconds from handing a pair to a worker (its start-up is not counted); one
-    with no verdict by then is killed and replaced. So is one that dies (the kernel's OOM killer),
-    which standard error says once; its pair is tried once more: it need not be the cause. A pair
-    without a verdict gets 0, is counted in ``timeouts``, and is cached like any other. ``budget`` is
-    the seconds of one ``grade`` from its first worker's readiness on: slow answers must not stall a
-    run. What is left then gets 0 and is counted, but not cached. Not thread-safe.
+    ``timeout`` is in seconds from handing a pair to a worker (its start-up is not counted). A
+    worker with no verdict by then is killed and replaced; of one that dies the pair is tried once
+    more: it need not be the cause. A pair without a verdict gets 0, is counted in ``timeouts``, and
+    is cached. ``budget`` is the seconds of one ``grade`` from its first worker's readiness on: what
+    is left then gets 0 and is counted, but not cached. Not thread-safe.
     """
 
     def __init__(self, num_workers: int = 2, timeout: float = 5.0, budget: float = 60.0) -> None:
-        self.timeouts = 0
         self._timeout, self._budget, self._end = timeout, budget, math.inf  # time.monotonic()
-        # A thread for each worker. They stay, for a worker dies with the thread that started it.
-        self._threads = ThreadPoolExecutor(num_workers)
+        self._threads = ThreadPoolExecutor(num_workers)  # they stay: a worker dies with its thread
         self._workers: list[subprocess.Popen[bytes]] = []
         self._idle: list[subprocess.Popen[bytes]] = []  # of them
-        self._told = False  # that a worker died
-        self._cache: OrderedDict[Pair, float] = OrderedDict()
+        self.timeouts, self._told = 0, False  # that a worker died
+        self._cache: dict[Pair, float] = {}  # the longest unused first
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -189,15 +176,12 @@ class Grader(contextlib.AbstractContextManager):
             verdicts.append(quick or 0.0)
             if quick is None:
                 pending.setdefault((box, gold), []).append(i)
-        known = {pair: self._cache[pair] for pair in pending if pair in self._cache}
+        known = {pair: self._cache.pop(pair) for pair in pending if pair in self._cache}
         known |= self._run([pair for pair in pending if pair not in known])
+        self._cache = dict([*self._cache.items(), *known.items()][-CACHE_PAIRS:])
         for pair, verdict in known.items():
-            self._cache[pair] = verdict
-            self._cache.move_to_end(pair)
             for i in pending[pair]:
                 verdicts[i] = verdict
-        while len(self._cache) > CACHE_PAIRS:
-            self._cache.popitem(last=False)
         return verdicts
 
     def close(self) -> None:
@@ -243,38 +227,30 @@ class Grader(contextlib.AbstractContextManager):
             self._kill(worker)
             if reply is None:
                 return None if time.monotonic() >= self._end else math.nan
-            self._tell(worker.returncode)
+            if not self._told and self._end > 0:  # else it was this process that killed it
+                self._told = True
+                code = worker.returncode
+                how = f"killed by signal {-code}" if code < 0 else f"gone with exit code {code}"
+                how += " (the kernel does that when memory runs out)" * (code == -signal.SIGKILL)
+                how += "; it is replaced, its answer tried again, and the run goes on (said once)."
+                print(f"reward: a grading worker was {how}", file=sys.stderr, flush=True)
         return math.nan
-
-    def _tell(self, code: int) -> None:
-        """Say once in a run that workers die; a slow machine would say it at every answer."""
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        how += " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
-        if not self._told and self._end > 0:  # else it was this process that killed it
-            self._told = True
-            what = (
-                "it is replaced, an answer it held is tried again, and the run goes on (said once)"
-            )
-            print(f"reward: a grading worker {how}; {what}.", file=sys.stderr, flush=True)
 
     def _start(self) -> subprocess.Popen[bytes]:
         """A worker that is ready."""
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        # -P: the worker must not find this directory's files where it looks for libraries.
-        command = [sys.executable, "-P", os.path.abspath(__file__)]
+        command = [sys.executable, "-P", os.path.abspath(__file__)]  # -P: no file here is a library
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        for _ in range(MAX_STARTS):
+        for _ in range(3):  # one death alone may be the kernel's OOM killer
             worker = subprocess.Popen(command, bufsize=0, env=os.environ | threads, **pipes)
             self._workers.append(worker)
             reply = _reply(worker, START_SECONDS)
             if reply == b"ready\n":
                 return worker
             self._kill(worker)
-        said = "no reply in time" if reply is None else reply.decode(errors="replace").strip()
-        raise RewardError(
-            f"no grading worker can be started with {sys.executable}: "
-            f"{said or 'it died without a word'} (is math-verify installed there?)"
-        )
+        said = b"no reply in time" if reply is None else reply or b"it died without a word"
+        why = f"{said.decode(errors='replace').strip()} (is math-verify installed there?)"
+        raise RewardError(f"no grading worker can be started with {sys.executable}: {why}")
 
     def _kill(self, worker: subprocess.Popen[bytes]) -> None:
         self._workers.remove(worker)
@@ -284,7 +260,7 @@ class Grader(contextlib.AbstractContextManager):
 
 def _refuse_sums(parser: type) -> None:
     """Make latex2sympy's parser fail on numbers side by side, which it adds: 40 2 would be 42. Not
-    by the text: there are too many ways to write a gap. A mixed fraction stays what it is, and so
+    by the text: a gap can be written in too many ways. A mixed fraction stays what it is, and so
     does what the parser multiplies, such as \\frac{1}{2} 3 and 3(-2)."""
     convert, combine = parser.convert_postfix, parser.convert_postfix_list
 
@@ -318,18 +294,15 @@ def _load_verifier() -> Callable[[str, str], bool]:
         if getattr(module, "lambdify", None) is original:
             module.lambdify = refuse
     _refuse_sums(sys.modules["latex2sympy2_extended.latex2sympy2"]._Latex2Sympy)
-
-    parser = sys.modules["math_verify.parser"]
-    parser.get_last_eq = lambda latex: latex  # where a whole fails to parse, its last side was it
-    rules = parser.NormalizationConfig(malformed_operators=True, nits=True)  # units: see _UNIT
+    math_verify.parser.get_last_eq = lambda latex: latex  # of what fails to parse, the last side
+    rules = math_verify.parser.NormalizationConfig(malformed_operators=True, nits=True)  # no units
     config = [math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=rules)]
 
     @functools.lru_cache(maxsize=512)  # one gold meets a whole group of boxes
     def parsed(text: str) -> list:
         # first_match: the box or nothing, not a fraction found somewhere inside a box of prose.
-        return math_verify.parse(
-            f"\\boxed{{{text}}}", config, extraction_mode="first_match", parsing_timeout=None
-        )
+        box, how = f"\\boxed{{{text}}}", {"extraction_mode": "first_match", "parsing_timeout": None}
+        return math_verify.parse(box, config, **how)
 
     def equal(box: str, gold: str) -> bool:
         try:  # deep nesting is a RecursionError, a huge number a MemoryError: wrong, all of them
@@ -342,10 +315,9 @@ def _load_verifier() -> Callable[[str, str], bool]:
             places = max([6 + zeros, *map(len, re.findall(r"\.([0-9]{1,12})", gold))])
             how = {"float_rounding": places, "numeric_precision": 15 + zeros}
             how |= {"timeout_seconds": None, "allow_set_relation_comp": True}
-            found = [getattr(value[0], "rhs", value[0]) for value in values]
-            many = any(len(getattr(each, "_unsorted_args", "1")) > 1 for each in found)
-            if many and isinstance(right[0], sympy.Expr):  # 42, 42 is not one answer
-                return False
+            lists = [getattr(getattr(v[0], "rhs", v[0]), "_unsorted_args", "1") for v in values]
+            if isinstance(right[0], sympy.Expr) and any(len(each) > 1 for each in lists):
+                return False  # 42, 42 is not one answer
             return all(math_verify.verify(right, value, **how) for value in values)
         except Exception:
             return False
@@ -356,8 +328,7 @@ def _load_verifier() -> Callable[[str, str], bool]:
 def load_reward_funcs(
     paths: list[str], weights: list[float] | None = None
 ) -> dict[str, tuple[Callable | None, float]]:
-    """Reward functions by name and their weights (1 each by default), from dotted paths as in TRL;
-    None is the Grader's own verdict."""
+    """By name, from dotted paths as in TRL, with weights; None is the Grader's own verdict."""
     weights = [1.0] * len(paths) if weights is None else weights
     if len(weights) != len(paths) or not all(map(math.isfinite, weights)):
         raise RewardError("--reward_weights needs one finite number for each of --reward_funcs")
@@ -396,22 +367,20 @@ def call_reward_func(
     chat a completion is a list of one message."""
     import torch  # not above, for the worker
 
-    replies = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, completions, strict=True)
-    ]
+    pairs = zip(prompts, completions, strict=True)
+    replies = [t if isinstance(p, str) else [{"role": "assistant", "content": t}] for p, t in pairs]
     given = {"prompts": prompts, "completions": replies, "completion_ids": completion_ids}
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # the function may leave it off
             values = list(function(**(columns | given)))
         numbers = [math.nan if isinstance(v, str | bytes | None) else float(v) for v in values]
     except (Exception, SystemExit) as error:
+        library = rf"^<|/lib(64)?/python3|^{re.escape(__file__)}$"
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if not f.filename.startswith((*LIBRARIES, __file__, "<"))]
-        place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-        raise RewardError(f"correct the reward function {name}: {error!r:.200}{place}") from error
-    pairs = zip(values, numbers, strict=True)
-    bad = [value for value, number in pairs if value is not None and not math.isfinite(number)]
+        own = [f" at {f.filename}:{f.lineno}" for f in frames if not re.search(library, f.filename)]
+        what = f"{error!r:.200}{own[-1] if own else ''}"
+        raise RewardError(f"correct the reward function {name}: {what}") from error
+    bad = [v for v, n in zip(values, numbers, strict=True) if not (v is None or math.isfinite(n))]
     if bad or len(values) != len(replies):
         got = f"{bad[0]!r:.80}" if bad else f"{len(values)} values for {len(replies)} completions"
         raise RewardError(f"reward function {name} must return a number per completion, not {got}")
@@ -422,12 +391,11 @@ def _serve() -> None:
     """The worker: a JSON line [box, gold] in, a line 1 or 0 out, until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer to handle
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # a run's `ulimit -v` cannot be raised
-    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+    limit = min({hard, MEMORY_BYTES} - {resource.RLIM_INFINITY})
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the kernel shall take this process first
-    # PR_SET_PDEATHSIG: a worker stuck in C code would never see the end of its input.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: C code sees no end of input
     out = os.dup(1)
     os.dup2(2, 1)  # a library that prints must not write a verdict
     try:

@@ -161,15 +161,18 @@ EQUAL = [
     (r"\displaystyle \text{Evelyn}", r"\text{Evelyn}"), (r"\varnothing", r"\emptyset"),
     # thousands
     (r"1,000\pi", r"1000\pi"), (r"\frac{1,000}{3}", r"\frac{1000}{3}"), ("1,200.50", "1200.5"),
-    (r"x = 15,\!600", "15600"), ("x = 15,600", "15600"), ("(1, 200)", "(1,200)"), ("2, 100", "100, 2"),
+    (r"x = 15,\!600", "15600"), ("x = 15,600", "15600"), ("(1, 200)", "(1,200)"),
+    ("2, 100", "100, 2"),
     # equations
-    ("12=x", "12"), ("12 = x = y", "12"), (r"6 \times 2 = 12", "12"), (r"\angle A = 12^\circ", "12"),
-    (r"A=\pi r^2=9\pi", r"9\pi"), ("f(-2) = 12", "12"), ("f^{-1}(2) = 12", "12"), ("AB = 12", "12"),
+    ("12=x", "12"), ("12 = x = y", "12"), (r"6 \times 2 = 12", "12"), ("AB = 12", "12"),
+    (r"\angle A = 12^\circ", "12"), (r"A=\pi r^2=9\pi", r"9\pi"), ("f(-2) = 12", "12"),
+    ("f^{-1}(2) = 12", "12"),
     (r"\sin 30^\circ = \frac12", "0.5"), ("P(X=2) = 1/4", "0.25"), (r"\sum_{n=1}^3 n", "6"),
     (r"A = 3 · 4 = 12", "12"), ("S = s^2", "s^2"), (r"x = \pi", r"\pi"), ("-2x = y", "y = -2x"),
     (r"x=4\lor x=7", "4, 7"), (r"x = 4 \text{ or } x = 7", "4, 7"), (r"\{4, 7\}", "7, 4"),
     # sets
-    ("1<x<2", "(1,2)"), (r"x\ge0", r"[0,\infty)"), (r"-1 < x \leq 3", "(-1, 3]"), ("x > 3", r"(3,\infty)"),
+    ("1<x<2", "(1,2)"), (r"x\ge0", r"[0,\infty)"), (r"-1 < x \leq 3", "(-1, 3]"),
+    ("x > 3", r"(3,\infty)"),
     # fractions
     (r"0.\overline{3}", r"\frac13"), (r"\frac23", r"0.\overline{6}"), (r"2.1\overline{6}", "13/6"),
     ("(6)(4/5)", r"\frac{24}{5}"), (r"\left(b+2\right)\left(a+5\right)", "(a+5)(b+2)"),
@@ -211,6 +214,20 @@ def test_equivalence(grader):
     for pairs, verdict in ((EQUAL, 1.0), (DIFFERENT, 0.0)):
         got = grader.grade([box(a) for a, _ in pairs], [b for _, b in pairs])
         assert [p for p, v in zip(pairs, got, strict=True) if v != verdict] == []
+
+
+def test_no_box_is_slow_to_rewrite():
+    """500 characters take milliseconds; a pattern that tries every way to split them, for ever."""
+    for unit in (
+        "1 ", "1,", "a", " ab", "1 cm", "\\text{", "\\text{a}", "1,000,", "{", "}", "\\,", "(1)", "x=",
+        "=", "1.\\overline{3}", "_{1}", "^", "or ", "\\text{ a }/", "~$", "1'", "12,\\! ", "aillion ",
+    ):  # fmt: skip
+        for start, end in (("", "!"), ("12 ", "\\"), ("x = 1", " 0")):
+            text = start + unit * (490 // len(unit)) + end
+            begun = time.monotonic()
+            quick_verdict(reward._tidy(text), "7")
+            reward._sides(reward._tidy(text))
+            assert time.monotonic() - begun < 2.0, (start, unit, end)
 
 
 # ------------------------------------------------------------------------- numbers side by side
