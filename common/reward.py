@@ -53,7 +53,7 @@ _BASE = re.compile(r"\b[0-9][0-9A-Z]*\s*_([^_]*)$")  # 101_2, 4A_{16}, 11_{(2)}
 _GAP = r"(?:[\s~]|\\[,;:! ])"
 # A unit: \text{...} after a value, words of three letters or more after a gap, the short ones
 # here. But not with a number in it or a word that changes the value: that stays, a wrong factor.
-_CHANGE = r"\b(?:or|not|is|half|dozen|hundred|thousand|[a-z]*illion|mod|squared|cubed)\b"
+_CHANGE = r"\b(?:(?i:or|not|is|half|dozen|hundred|thousand|\w*illion|mod|squared|cubed)s?|[kM])\b"
 _SHORT = r"[ckm]?m|[km]?g|m?[lL]|ft|in|yd|mi|mph|lb|oz|hr|min|sec|s|h|st|nd|rd|th|°"
 _TEXT, _POWER = r"\\(?:text|mbox|math)[a-z]* ?\{", r"(?:\^(?:[1-9]|\{[1-9]\}))?"
 _WORD = rf"(?:{_GAP}+(?!percent)[A-Za-z]{{3,}}|{_GAP}*/?(?:{_SHORT})(?!\w)){_POWER}"
@@ -75,7 +75,7 @@ _REWRITES: list[tuple[str, str | Callable]] = [
     (rf"(?<![\d.^_])[1-9]\d?\d?(?:(?:{_BREAK})\d{{3}})+(?!\d)", lambda m: re.sub(r"\D", "", m[0])),
     (r"(?<![\d.^_/])(\d+)(?: |\\[,;: ])+(\d+) ?/ ?(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (r"\) ?(\\left)? ?\(", r")\\cdot\1("),
-    (r"(\.[0-9]*) ?\\overline ?\{([0-9]{1,9})\}", lambda m: m[1] + (15 * m[2])[:15]),
+    (r"(\.\d*) ?\\(?:overline|bar) ?\{(\d{1,9})\}", lambda m: m[1] + (15 * m[2])[:15]),
 ]
 # The name of what is asked for; _OF is left out of it: f(-2), f^{-1}(2), S_{10}, \sin 30^\circ.
 _OF = r"(?:\^ ?\{-1\} ?)?\([^()]*\)|_?\{[^{}]*\}|\^ ?\{? ?\\circ ?\}?"
