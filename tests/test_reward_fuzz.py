@@ -37,6 +37,12 @@ FORMS = [  # ways to write v, all equal to it
     "{v}", "+{v}", "{v}.0", "{v}.", "${v}$", "{{{v}}}", "{v}/1", r"\frac{{{v2}}}{{2}}", "{v3} - 3",
     r"{v} \cdot 1", r"\left({v}\right)", r"\displaystyle {v}", r"\sqrt{{{vv}}}", "x = {v}",
     r"{v}\text{{ apples}}", r"\$ {v}", "{v3}-2-1", r"\dfrac{{{v2}}}2", r"2^0 \cdot {v}",
+    "{v} dollars", "{v} cm^2", "{v} = x", "{v3} - 3 = {v}", r"\text{{Cost}} = {v3} - 3 = {v}",
+]  # fmt: skip
+HEDGES = [  # a strict marker gives nothing for these, though {v} stands in each
+    "{v}, {v}", "{v}; {v}", "x = {v3} x = {v}", r"x = {v3} \lor x = {v}", "{v3} = {v}", "2x = {v}",
+    "x + y = {v}", r"{v}\text{{ million}}", r"{v}\text{{ or more}}", r"{v}\text{{ is wrong}}",
+    "{v}_{{(7)}}", r"{v} \mod {v3}", r"{v}\text{{ apples or }}\frac{{{v2}}}{{3}}",
 ]  # fmt: skip
 OVERSIZED = ["10^{10^{4}}", "(10^{40})^{3}", "2^{10^{4}}", "30!"]
 FRACTION = re.compile(r"(-?)(?:([0-9]+)(?:\.([0-9]+))?|\\d?frac\{([0-9]+)\}\{([0-9]+)\})")
@@ -151,6 +157,12 @@ def cut_off(rng: random.Random) -> tuple[str, str, float]:
     return text[: len(text) - rng.randint(0, len(gold))], gold, 0.0
 
 
+def hedged(rng: random.Random) -> tuple[str, str, float]:
+    gold = rng.choice(integers())
+    v = int(gold)
+    return noise(rng) + box(rng.choice(HEDGES).format(v=v, v2=2 * v, v3=v + 3)), gold, 0.0
+
+
 def changed_mind(rng: random.Random) -> tuple[str, str, float]:
     gold = rng.choice(integers())
     return f"{box(gold)} no, {box(write(int(gold) + 1, rng))}" + noise(rng), gold, 0.0
@@ -180,9 +192,9 @@ def mutated(rng: random.Random) -> tuple[str, str, None]:
 
 
 KINDS: dict[Make, int] = {  # and how many of a hundred
-    no_box: 14, noise_in_box: 10, other_number: 14, extra_digit: 8, power: 6,
+    no_box: 10, noise_in_box: 8, other_number: 14, extra_digit: 8, power: 6,
     digit_of_a_fraction: 6, something_added: 8, cut_off: 6, changed_mind: 6, right_number: 10,
-    right_solution: 6, mutated: 6,
+    right_solution: 6, mutated: 6, hedged: 6,
 }  # fmt: skip
 
 
