@@ -1,7 +1,6 @@
 """GRPO with ARCA token credit on a QLoRA policy, in one file.
 
     accelerate launch grpo_arca.py                        # embedded tiny policy and task, on a CPU
-    accelerate launch grpo_arca.py --credit uniform       # plain GRPO, the baseline
     accelerate launch grpo_arca.py --model_name_or_path Qwen/Qwen3-1.7B --dataset_name openai/gsm8k
 
 ARCA (arXiv 2606.00257, authors' code github.com/rodlaf/tokenweighting) asks of every token how far
@@ -11,18 +10,16 @@ the adapter has moved the policy there. Tokens share a completion's advantage in
     w_t     = (alpha_t + 1e-8)^p / sum_k (alpha_k + 1e-8)^p
     A_t     = A_i * T_i * w_t                           so the mean over tokens is A_i
 
-p is 1 in the paper's equation, 2 in the configuration behind its table (--sharpening). The other
-signals are the paper's baselines; random and shuffled are our controls. At ratio 1 this is the
-paper's loss, -mean_i A_i sum_t w_t log pi(y_t); the clipped ratio is ours.
-
-Read from the top: flags, the method (between the CREDIT marks), the loop `train` and its steps
-`collect`, `score`, `update`; then the engine room. All but the method is the same in every script.
+p (--sharpening) is 1 in the paper's equation, 2 in its table. The other signals are its baselines,
+random and shuffled our controls. At ratio 1 the loss is its -mean_i A_i sum_t w_t log pi(y_t); the
+clipped ratio is ours. All outside the CREDIT marks is the same in every script.
 Shapes: B completions of a micro-batch, of P prompt tokens (padded on the left) and T completion
 tokens (padded on the right); V words in the vocabulary, H hidden units, G completions a prompt.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import hashlib
@@ -38,7 +35,7 @@ import warnings
 import zipfile
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 # On a CPU with AVX512-BF16 its import would ask for a kernel that `load_policy` switches off.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -59,14 +56,14 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 SCRIPT, CUDA = Path(__file__).resolve(), torch.cuda.is_available()
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # of all that is not NF4
-
-if not (SCRIPT.parent / "common").is_dir():
-    sys.exit(f"{SCRIPT.name}: error: copy the folder common/ to {SCRIPT.parent} as well")
+DTYPE = "bfloat16" if CUDA else "float32"
+LAUNCHER = os.getppid() if "ACCELERATE_MIXED_PRECISION" in os.environ else os.getpid()
+(SCRIPT.parent / "common").is_dir() or sys.exit(f"copy common/ to {SCRIPT.parent}, too")
 
 from common.data import DataError, Problem, grade_batch, load_data, problem_at, reward_batch
-from common.metrics import RunLog, credit_group, eval_metrics, gap_to_stock, hints, introduction
-from common.metrics import report_run, rollout_metrics, start_log, timed
+from common.metrics import RunLog, credit_group, credit_metrics, eval_metrics, gap_to_stock, hints
+from common.metrics import introduction, log_completions, report_run, rollout_metrics, start_log
+from common.metrics import timed
 from common.reward import Grader, RewardError, load_reward_funcs
 
 TINY_POLICY = str(SCRIPT.parent / "common/tiny_policy")
@@ -90,12 +87,13 @@ class Args:
     model_name_or_path: str = flag(TINY_POLICY, "Hub id or folder; the embedded policy by default")
     model_revision: str = flag("main", "branch, tag or commit of a Hub model")
     load_in_4bit: bool = flag(True, "quantise the base to NF4 with double quantisation")
-    lora_r: int = flag(8, "rank of the adapter")
-    lora_alpha: int = flag(16, "the adapter is scaled by lora_alpha / lora_r")
+    dtype: Literal["bfloat16", "float32"] = flag(DTYPE, "of all but NF4; bfloat16 on a GPU")
+    lora_r: int = flag((8, 32), "rank of the adapter")
+    lora_alpha: int = flag((16, 32), "the adapter is scaled by lora_alpha / lora_r")
     lora_dropout: float = flag(0.0, "dropout before the adapter, in training only", "[0, 1)")
     lora_target_modules: list[str] = flag(["all-linear"], "linear layers that get an adapter")
     # data and reward
-    dataset_name: str = flag("chain_arithmetic", "embedded task, Hub id, or .jsonl/.json/.parquet")
+    dataset_name: str = flag("chain_arithmetic", "embedded, Hub id, or .jsonl/.json/.csv/.parquet")
     dataset_config: str | None = flag(None, "of a Hub data set; embedded: operations, 2 to 8")
     dataset_train_split: str = flag("train", "split to train on")
     dataset_test_split: str = flag("test", "split to evaluate on")
@@ -112,7 +110,7 @@ class Args:
     temperature: float = flag(1.0, "sampling temperature, also of the trained log-probs")
     top_p: float = flag(1.0, "sample from the smallest set with this mass; 1 is off", "(0, 1]")
     top_k: int = flag(0, "sample from this many likeliest tokens; 0 is off", "[0, inf)")
-    rollout_weights: Literal["merged", "adapter"] = flag("merged", "dense copy | saves its memory")
+    rollout_weights: Literal["dense", "quantized"] = flag("dense", "copy of the base | its NF4")
     # batch: prompts a step = batch size * accumulation * processes / num_generations
     per_device_train_batch_size: int = flag((32, 8), "completions of a micro-batch")
     gradient_accumulation_steps: int = flag(4, "micro-batches per update")
@@ -121,9 +119,7 @@ class Args:
     gradient_checkpointing: bool = flag((False, True), "recompute activations: less memory")
     torch_compile: bool = flag(False, "compile decoder layers: minutes of warm-up, faster training")
     # objective
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag(
-        "grpo", "token mean per completion | over the global batch | per max_completion_length"
-    )
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag("grpo", "per completion | batch | max len")
     scale_rewards: Literal["group", "batch", "none"] = flag("group", "std the advantage is over")
     epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon")
     epsilon_high: float | None = flag(None, "and above 1 + this; default epsilon", "[0, inf)")
@@ -136,9 +132,9 @@ class Args:
     sharpening: float = flag(1.0, "power p on the scores before they are normalised", "[0, inf)")
     # === END CREDIT ===
     # optimiser
-    learning_rate: float = flag((4e-3, 1e-5), "AdamW's peak; 1e-5: TRL's lora_without_regret page")
+    learning_rate: float = flag((4e-3, 4e-5), "AdamW's peak; see README for where it is from")
     weight_decay: float = flag(0.0, "AdamW's weight decay", "[0, inf)")
-    warmup_steps: int = flag((3, 10), "steps of linear warm-up", "[0, inf)")
+    warmup_steps: int = flag((3, 10), "updates of linear warm-up to the peak", "[0, inf)")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
         "cosine", "after the warm-up (which constant has not)"
     )
@@ -156,7 +152,6 @@ class Args:
     resume_from_checkpoint: str | None = flag(None, "a checkpoint, or latest: output_dir's, if any")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "a tracker")
     run_name: str | None = flag(None, "of the tracker's run and in titles; default output_dir's")
-    push_to_hub: bool = flag(False, "push the adapter to the Hub when the run has ended")
 
     @property
     def updates_per_rollout(self) -> int:
@@ -167,35 +162,40 @@ class Args:
 from common.metrics import control_weights
 
 
-def token_scores(run: Run, micro: Batch, adapted: TokenStats, base, metrics: dict) -> Tensor:
+@contextlib.contextmanager
+def in_fp32(run: Run):
+    """The policy as a module that, while inside, computes in fp32 with the weights that it has."""
+    layers = [m for m in run.model.modules() if hasattr(m, "compute_dtype")]
+    rounded = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
+    for inside, dtype in (True, torch.float32), (False, getattr(torch, run.args.dtype)):
+        for layer in layers:
+            layer.compute_dtype = dtype
+        for parameter in rounded:  # bf16 to fp32 and back loses nothing
+            parameter.data = parameter.data.to(dtype)
+        if inside:
+            yield Policy(run.model, run.args.temperature)  # not Accelerate's, with its autocast
+
+
+def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     """How much each token matters [B, T], without gradient (METHODS of arXiv 2606.00257)."""
     credit = run.args.credit
-    if credit == "uniform":
-        return torch.ones_like(adapted.logp)
-    if credit == "surprisal":
-        return -adapted.logp
+    if credit in ("uniform", "surprisal"):
+        return -micro.sampled_logp if credit == "surprisal" else torch.ones_like(micro.entropy)
     if credit == "entropy_reduction":  # H_t - H_{t+1} where that is positive; the last has none
-        return F.pad(-adapted.entropy.diff().clamp(max=0) * micro.mask[:, 1:], (0, 1))
-    rows = (micro.advantages != 0) | (base is not None)  # [B] the others' credit is not used
-    rows[0] |= ~rows.any()  # DDP wants a forward of every process
-    if base is None:
+        return F.pad(-micro.entropy.diff().clamp(max=0) * micro.mask[:, 1:], (0, 1))
+    # In bf16 a young adapter changes less than rounding does.
+    with in_fp32(run) as policy:
+        logp, hidden = policy(micro)
         with run.model.disable_adapter():
-            base = run.policy(replace(micro, ids=micro.ids[rows], attention=micro.attention[rows]))
-        micro.base_logp = torch.full_like(adapted.logp, torch.nan).index_put((rows,), base.logp)
-        micro.base_logp[micro.advantages == 0] = torch.nan
-    scores = torch.zeros_like(adapted.logp)
-    if credit == "divergence":
-        return scores.index_put((rows,), (adapted.logp[rows] - base.logp).abs())
-    residual = torch.linalg.vector_norm(adapted.hidden[rows].float() - base.hidden, dim=-1)
-    rounding = torch.finfo(DTYPE).eps * torch.linalg.vector_norm(base.hidden.float(), dim=-1)
-    metrics["residual_in_roundings"] = (residual / rounding)[micro.mask[rows]].median().item()
-    return scores.index_put((rows,), residual)
+            base_logp, base_hidden = policy(micro)
+    micro.base_logp = base_logp if micro.base_logp is None else micro.base_logp
+    residual = torch.linalg.vector_norm(hidden - base_hidden, dim=-1)
+    return (logp - base_logp).abs() if credit == "divergence" else residual
 
 
 def normalise(scores: Tensor, mask: Tensor, power: float) -> Tensor:
     """Scores [B, T] >= 0 to weights of mean 1 over each completion, 0 outside it: T * w_t."""
-    # Dividing by the largest changes nothing but keeps p > 1 exact where scores are tiny: before
-    # the first update all are 0 and the weights must come out as ones.
+    # Dividing by the largest keeps p > 1 exact where scores are tiny, as before the first update.
     raised = torch.where(mask, scores.float() + 1e-8, 0.0)
     raised = (raised / raised.amax(1, keepdim=True).clamp(min=1e-30)).pow(power) * mask
     return raised * mask.sum(1, keepdim=True) / raised.sum(1, keepdim=True).clamp(min=1e-30)
@@ -221,28 +221,23 @@ def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor
 
 
 # ---- What the steps of the loop pass on ----------------------------------------------------------
-class TokenStats(NamedTuple):
-    logp: Tensor  # [B, T] of the completion's tokens, at the sampling temperature
-    entropy: Tensor | None  # [B, T] nats, where it was asked for
-    hidden: Tensor  # [B, T, H] after the final norm, at the position whose logits predict the token
-
-
 @dataclass
 class Batch:
-    """Completions with what is known of them. A rollout is a list of micro-batches."""
+    """Completions with what is known of them."""
 
     rows: Tensor  # [B] place of each completion in the whole rollout: prompt * G + sample
     prompt_width: int  # P
     ids: Tensor  # [B, P + T]
     attention: Tensor  # [B, P + T] bool
     truncated: Tensor  # [B] bool: ended by the length limit, not by a stop token
-    sampled_logp: Tensor  # [B, T] as the decode loop saw them
+    sampled_logp: Tensor  # [B, T] of the policy that sampled, as the decode loop saw them
+    entropy: Tensor  # [B, T] nats, of the distributions that the tokens were drawn from
     rewards: Tensor | None = None  # [B] weighted sum of the reward functions
     advantages: Tensor | None = None  # [B]
     loss_mask: Tensor | None = None  # [B, T] bool: the tokens that are trained on
-    logp: Tensor | None = None  # [B, T] of the policy that sampled, recomputed
-    base_logp: Tensor | None = None  # [B, T] with the adapter disabled, NaN if not asked for
-    entropy: Tensor | None = None  # [B, T] nats
+    update_tokens: float = 0.0  # of the loss: mean over the rollout's updates, all processes
+    old_logp: Tensor | None = None  # [B, T] of that policy in training mode, if updates need it
+    base_logp: Tensor | None = None  # [B, T] with the adapter disabled, if beta or the credit does
     scores: Tensor | None = None  # [B, T] the credit signal
     credit: Tensor | None = None  # [B, T] what the method's surrogate needs
     weights: Tensor | None = None  # [B, T] share of each token in the gradient, mean 1 a completion
@@ -256,12 +251,10 @@ class Batch:
         """Rows `index`, without the padding that none of them needs."""
         used = self.attention[index].any(0).nonzero()
         first, end, width = int(used[0]), int(used[-1]) + 1, self.prompt_width
+        columns = {self.ids.shape[1]: slice(first, end), self.mask.shape[1]: slice(end - width)}
         tensors = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
-        for name, x in tensors.items():
-            if x.dim() == 2:
-                whole = name in ("ids", "attention")
-                tensors[name] = x[:, first:end] if whole else x[:, : end - width]
-        return replace(self, prompt_width=width - first, **tensors)
+        cut = {name: x[:, columns[x.shape[1]]] for name, x in tensors.items() if x.dim() == 2}
+        return replace(self, prompt_width=width - first, **tensors | cut)
 
 
 @dataclass
@@ -309,17 +302,18 @@ def train(run: Run, train_set: tuple, held_out: tuple, log: RunLog, bar: tqdm) -
             return True
         metrics: dict[str, float] = {}
         with timed(metrics, "seconds_rollout"):
-            micros, problems = collect(run, train_set, metrics)
+            batch, problems = collect(run, train_set, metrics)
+        metrics |= rollout_metrics(run, batch, metrics["seconds_rollout"])
+        log_completions(run, "train", batch, list(problems.values()), batch.rewards.tolist())
+        parts = micro_batches(args, batch)
+        micros = [micro for part in parts for micro in part]
         score(run, micros, metrics)
-        metrics |= rollout_metrics(run, micros, metrics["seconds_rollout"])
         if evaluates or run.step + args.updates_per_rollout >= args.max_steps:
             run.groups += credit_group(run, micros, problems)
-        for hint in hints(metrics, first=run.rollout == 0):
+        for hint in hints(run, metrics, batch):
             say(f"step {run.step + 1}: {hint}")
         bar.set_postfix(reward=f"{metrics['reward']:.2f}")
-        size = args.gradient_accumulation_steps
-        parts = [micros[i : i + size] for i in range(0, len(micros), size)] * args.num_iterations
-        for part in parts[: args.max_steps - run.step]:
+        for part in (parts * args.num_iterations)[: args.max_steps - run.step]:
             with timed(metrics, "seconds_update"):
                 metrics |= update(run, part)
             run.step += 1
@@ -329,14 +323,12 @@ def train(run: Run, train_set: tuple, held_out: tuple, log: RunLog, bar: tqdm) -
         run.rollout += 1
 
 
-def collect(run: Run, data: tuple, metrics: dict) -> tuple[list[Batch], dict[int, Problem]]:
-    """Samples and grades this process's share of a rollout; the advantages see all of it. Returns
-    micro-batches, those of the first update first, and the problem of each row."""
+def collect(run: Run, data: tuple, metrics: dict) -> tuple[Batch, dict[int, Problem]]:
+    """This process's share of a rollout, sampled and graded, and the problem of each row."""
     args, accelerator, (problems, prompts) = run.args, run.accelerator, data
-    world, size = accelerator.num_processes, args.per_device_train_batch_size
-    total = size * args.steps_per_generation * world
+    total = args.per_device_train_batch_size * args.steps_per_generation * accelerator.num_processes
     # Every update has the same completions on any number of processes.
-    updates = args.steps_per_generation // args.gradient_accumulation_steps
+    updates, world = args.updates_per_rollout // args.num_iterations, accelerator.num_processes
     rows = torch.arange(total).view(updates, world, -1)[:, accelerator.process_index].flatten()
     places = [(run.rollout * total + row) // args.num_generations for row in rows.tolist()]
     chosen = [problem_at(place, len(problems), args.seed) for place in places]
@@ -350,66 +342,68 @@ def collect(run: Run, data: tuple, metrics: dict) -> tuple[list[Batch], dict[int
     advantages = group_advantages(rewards.view(-1, args.num_generations), args.scale_rewards)
     batch.advantages = advantages.flatten()[batch.rows]
     batch.loss_mask = batch.mask & ~(batch.truncated & args.mask_truncated_completions)[:, None]
-    micros = []
-    for part in torch.arange(len(rows), device=batch.ids.device).chunk(updates):
-        part = part[batch.attention[part].sum(1).argsort(stable=True)]  # like lengths together
-        micros += [batch.select(index) for index in part.split(size)]
-    return micros, problem_of
+    batch.update_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item() / updates
+    return batch, problem_of
+
+
+def micro_batches(args: Args, batch: Batch) -> list[list[Batch]]:
+    """Those of each update of a rollout: rows that have a gradient, like lengths together."""
+    batch.loss_mask &= ((batch.advantages != 0) | (args.beta > 0))[:, None]  # else it has none
+    useful = batch.loss_mask.any(1)
+    updates, parts = args.steps_per_generation // args.gradient_accumulation_steps, []
+    for part in torch.arange(len(useful), device=useful.device).chunk(updates):
+        part = part[useful[part]] if useful[part].any() else part[:1]  # DDP waits for all processes
+        part = part[batch.attention[part].sum(1).argsort(stable=True)]
+        parts.append([batch.select(x) for x in part.split(args.per_device_train_batch_size)])
+    return parts
 
 
 def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
-    """Rewards [prompts, G] minus their group's mean, over the std of group | batch | nothing
-    (unbiased, plus 1e-4, as in TRL). A constant group gets exactly 0."""
+    """Rewards [prompts, G] minus their group's mean, over a std (plus 1e-4); as TRL's."""
     centred = rewards - rewards.mean(1, keepdim=True)
-    if scale_rewards == "group":
-        centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
-    elif scale_rewards == "batch":
-        centred = centred / (rewards.std() + 1e-4)
+    std = rewards.std() if scale_rewards == "batch" else rewards.std(1, keepdim=True)
+    centred = centred if scale_rewards == "none" else centred / (std + 1e-4)
     return centred.masked_fill((rewards == rewards[:, :1]).all(1, keepdim=True), 0.0)
 
 
 @torch.no_grad()
 def score(run: Run, micros: list[Batch], metrics: dict) -> None:
-    """Log-probs of the policy that sampled, of the base if beta asks for them, and the tokens'
-    credit."""
+    """What the updates need beside the rollout: log-probs of the policy that sampled where it will
+    have moved, of the base where beta asks for them, and the tokens' credit."""
     args = run.args
     for micro in micros:
         with timed(metrics, "seconds_score"):
+            if args.updates_per_rollout > 1:
+                micro.old_logp = training_forward(run, micro)
             run.policy.eval()
-            adapted, base = run.policy(micro, with_entropy=True), None
-            micro.logp, micro.entropy = adapted.logp, adapted.entropy
-            if args.lora_dropout > 0 and args.updates_per_rollout > 1:
-                micro.logp = training_forward(run, micro)  # else no first ratio would be 1
-                run.policy.eval()
-        with timed(metrics, "seconds_credit"):
             if args.beta > 0:
                 with run.model.disable_adapter():
-                    base = run.policy(micro)
-                micro.base_logp = base.logp
-            micro.scores = token_scores(run, micro, adapted, base, metrics) * micro.mask
+                    micro.base_logp, _ = run.policy(micro)
+        with timed(metrics, "seconds_credit"):
+            micro.scores = token_scores(run, micro, metrics) * micro.mask
     with timed(metrics, "seconds_credit"):
         assign_credit(run, micros, metrics)
+    metrics |= credit_metrics(run, micros)
 
 
 def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     """One optimiser step. Returns its metrics."""
-    args, accelerator, one_update = run.args, run.accelerator, run.args.updates_per_rollout == 1
-    sizes = torch.tensor([[len(x.rows), int(x.loss_mask.sum())] for x in micros]).sum(0)
-    completions, tokens = accelerator.reduce(sizes.to(accelerator.device), "sum").tolist()
-    totals = torch.zeros(3, device=accelerator.device)
+    args, accelerator, totals = run.args, run.accelerator, 0.0
+    completions = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    completions *= accelerator.num_processes  # those that `micro_batches` left out, too
     for i, micro in enumerate(micros):
-        if args.beta == 0 and (one_update or args.lora_dropout == 0):  # else dropout would differ
-            useful = micro.advantages.nonzero().squeeze(1)  # the other rows have no gradient
-            micro = micro.select(useful if len(useful) else useful.new_zeros(1))
-        last, scale = i == len(micros) - 1, token_scale(args, micro.loss_mask, completions, tokens)
+        scale = token_scale(args, micro.loss_mask, completions, micro.update_tokens)
+        last = i == len(micros) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(run.policy):
             logp = training_forward(run, micro)
-            old_logp = logp.detach() if one_update else micro.logp
+            old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
             loss, clipped = policy_loss(args, micro, logp, old_logp, scale)
             accelerator.backward(loss * accelerator.num_processes)  # DDP takes the mean
-        totals += torch.stack([loss.detach(), clipped.sum(), clipped.any(1).sum()])
+        gap = (old_logp - micro.sampled_logp).abs() * micro.loss_mask
+        counts = [x.sum() for m in (clipped, micro.loss_mask) for x in (m, m.any(1))]
+        totals += torch.stack([loss.detach(), gap.sum(), *counts])
     norm = accelerator.clip_grad_norm_(run.policy.parameters(), args.max_grad_norm or math.inf)
-    loss, clipped, clipped_rows = accelerator.reduce(totals, "sum").tolist()
+    loss, gap, clipped, cut, tokens, rows = accelerator.reduce(totals, "sum").tolist()
     learning_rate, finite = run.scheduler.get_last_lr()[0], math.isfinite(loss + float(norm))
     if finite:  # else one bad batch would end in NaN weights
         run.optimizer.step()
@@ -418,16 +412,16 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     run.skipped = 0 if finite else run.skipped + 1
     metrics = {"loss": loss, "grad_norm": float(norm), "learning_rate": learning_rate}
     metrics |= {"clip_fraction": clipped / max(tokens, 1), "skipped_update": float(not finite)}
-    return metrics | {"clip_fraction_sequence": clipped_rows / completions}
+    metrics["sampling_gap"] = gap / max(tokens, 1)  # with dropout, that is most of it
+    return metrics | {"clip_fraction_sequence": cut / max(rows, 1)}
 
 
 def training_forward(run: Run, micro: Batch) -> Tensor:
-    """Log-probs [B, T] in training mode. LoRA's dropout is seeded by the rows, so that a second
-    pass over them, or a resumed run, drops the same."""
+    """Log-probs [B, T] in training mode, where LoRA's dropout is a function of the rows."""
     stream = random_stream(run.args.seed, "dropout", run.rollout, int(micro.rows[0]))
     torch.manual_seed(stream.initial_seed())
     run.policy.train()
-    return run.policy(micro).logp
+    return run.policy(micro)[0]
 
 
 def policy_loss(
@@ -447,8 +441,7 @@ def policy_loss(
 
 
 def token_scale(args: Args, mask: Tensor, completions: float, tokens: float) -> Tensor:
-    """What each token [B, T] counts for in the loss. `completions` and `tokens` are counted over
-    all micro-batches and processes of an update, so that no split changes the gradient."""
+    """What each token [B, T] counts for. The counts are an update's, so that no split matters."""
     if args.loss_type == "grpo":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / completions
     if args.loss_type == "dapo":
@@ -457,18 +450,19 @@ def token_scale(args: Args, mask: Tensor, completions: float, tokens: float) -> 
 
 
 def evaluate(run: Run, problems: list[Problem], prompts: list[list[int]]) -> dict[str, float]:
-    """Greedy and sampled accuracy and unbiased pass@k on held-out problems, all processes. Every
-    evaluation draws the same uniforms, so that two of them differ by the policy alone."""
+    """Accuracies and unbiased pass@k, all processes. Each evaluation draws the same uniforms."""
     args, verdicts = run.args, []
     mine = range(run.accelerator.process_index, len(problems), run.accelerator.num_processes)
     for kind, samples in {"greedy": 1, "sampled": args.num_generations_eval}.items():
         jobs = [(i, s) for i in mine for s in range(samples)]
-        for first in range(0, len(jobs), args.per_device_eval_batch_size):
+        firsts = range(0, len(jobs), args.per_device_eval_batch_size)
+        for first in tqdm(firsts, kind, leave=False, disable=not run.accelerator.is_main_process):
             part = jobs[first : first + args.per_device_eval_batch_size]
             rows = torch.tensor([i * args.num_generations + s for i, s in part])
             u = row_uniforms(args, "eval", 0, rows, args.max_completion_length)
             batch = sample(run, rows, [prompts[i] for i, _ in part], u, greedy=kind == "greedy")
-            right = grade_batch(run, batch, [problems[i] for i, _ in part])
+            right = grade_batch(run, batch, asked := [problems[i] for i, _ in part])
+            log_completions(run, kind, batch, asked, right)
             verdicts += [(kind, i, r) for (i, _), r in zip(part, right, strict=True)]
     return eval_metrics(gather_object(verdicts))
 
@@ -489,23 +483,23 @@ def row_uniforms(args: Args, kind: str, step: int, rows: Tensor, length: int) ->
 
 def sample_tokens(
     logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Inverse-CDF sampling: a pure function of logits [B, V] and one uniform in [0, 1) a row [B].
-    Returns tokens [B] and their log-probs [B] at this temperature, before top_k and top_p, as
-    trained. Temperature 0 is greedy."""
-    logits, size = logits.float(), logits.shape[1]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B] by inverse CDF from logits [B, V] and a uniform in [0, 1) a row [B]; their
+    log-probs and the entropies [B], before top_k and top_p, as trained. Temperature 0 is greedy."""
+    logp = logits.float() / (temperature or 1.0)
+    logp = logp.clamp_(min=-1e6).log_softmax(-1)  # [B, V], finite: 0 * inf is no entropy
+    probs = logp.exp()
+    entropy = -(probs * logp).sum(-1)
     if temperature == 0:
-        return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
-    logits = logits / temperature
-    logp = logits.log_softmax(-1)  # [B, V]
-    logits = TopKLogitsWarper(top_k)(None, logits) if top_k > 0 else logits
-    logits = TopPLogitsWarper(top_p)(None, logits) if top_p < 1 else logits
-    cdf = logits.softmax(-1).cumsum(-1)
-    total = cdf[:, -1:]
+        return logp.argmax(-1), logp.amax(-1), entropy
+    kept = TopKLogitsWarper(top_k)(None, logp) if top_k > 0 else logp
+    kept = TopPLogitsWarper(top_p)(None, kept) if top_p < 1 else kept
+    cdf = (probs if kept is logp else kept.softmax(-1)).cumsum(-1)
+    total, size = cdf[:, -1:], logits.shape[1]
     # Strictly below the total, or rounding would let u near 1 pick an impossible last token.
     threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     token = torch.searchsorted(cdf, threshold, right=True).clamp(max=size - 1)  # clamp: for NaN
-    return token.squeeze(1), logp.gather(1, token).squeeze(1)
+    return token.squeeze(1), logp.gather(1, token).squeeze(1), entropy
 
 
 class Decoder:
@@ -517,7 +511,8 @@ class Decoder:
         texts = [torch.tensor(prompt, device=device) for prompt in prompts]
         ids = pad_sequence(texts, batch_first=True, padding_value=-1, padding_side="left")  # [B, P]
         self.ids = F.pad(ids, (0, room), value=-1)  # [B, P + T], -1 where no token is
-        self.logp, self.u = torch.zeros(self.ids.shape, device=device), F.pad(u, (ids.shape[1], 0))
+        self.logp, self.entropy = torch.zeros(2, *self.ids.shape, device=device)
+        self.u = F.pad(u, (ids.shape[1], 0))
         # Each different prompt is read once for all its samples.
         ids, copies = ids.unique(dim=0, return_inverse=True)  # [U, P], [B]
         real, width = ids >= 0, ids.shape[1]
@@ -539,9 +534,9 @@ class Decoder:
 
     def emit(self, logits: Tensor) -> None:
         """Samples the token of the present column for each row, from its logits [n, V]."""
-        u = self.u[self.place, self.column]
-        token, logp = sample_tokens(logits, u, *self.sampling)
-        self.ids[self.place, self.column], self.logp[self.place, self.column] = token, logp
+        at = self.place, self.column
+        drawn = sample_tokens(logits, self.u[at], *self.sampling)
+        self.ids[at], self.logp[at], self.entropy[at] = drawn
         self.mask.index_fill_(1, self.column, 1)
 
     def step(self) -> None:
@@ -577,7 +572,7 @@ def sample(run: Run, rows: Tensor, prompts: list[list[int]], u: Tensor, greedy=F
     args, width, u = run.args, max(map(len, prompts)), u.to(run.eos_ids.device)
     how = (0.0 if greedy else args.temperature, args.top_k, args.top_p)
     with (
-        merged(run.model) if args.rollout_weights == "merged" else contextlib.nullcontext(),
+        dense(run.model) if args.rollout_weights == "dense" else contextlib.nullcontext(),
         run.accelerator.autocast(),
         torch.compiler.set_stance("force_eager"),
     ):
@@ -595,25 +590,26 @@ def sample(run: Run, rows: Tensor, prompts: list[list[int]], u: Tensor, greedy=F
     attention = torch.cat((decoder.ids[:, :width] >= 0, real), 1)
     end = width + int(real.sum(1).max())
     ids = torch.where(attention, decoder.ids, run.tokenizer.pad_token_id)[:, :end]
-    logp = torch.where(attention, decoder.logp, 0.0)[:, width:end]
-    return Batch(rows.to(u.device), width, ids, attention[:, :end], ~ends.any(1), logp)
+    seen = [torch.where(attention, x, 0.0)[:, width:end] for x in (decoder.logp, decoder.entropy)]
+    return Batch(rows.to(u.device), width, ids, attention[:, :end], ~ends.any(1), *seen)
 
 
 @contextlib.contextmanager
-def merged(model: PeftModel):
-    """Inside it each quantised or adapted linear layer computes with one dense weight."""
-    with contextlib.ExitStack() as undo:
-        for name, layer in model.named_modules():
-            linear = getattr(layer, "base_layer", layer)
-            adapted = hasattr(layer, "get_delta_weight")
-            packed = hasattr(getattr(linear, "weight", None), "quant_state")
-            if isinstance(linear, nn.Linear) and (packed or adapted) and "base_layer" not in name:
-                weight = dequantize_bnb_weight(linear.weight) if packed else linear.weight
-                weight = weight + layer.get_delta_weight("default") if adapted else weight
-                dense = {"weight": weight.to(DTYPE), "bias": linear.bias}
-                layer.forward = functools.partial(F.linear, **dense)
-                undo.callback(delattr, layer, "forward")
-        yield
+def dense(model: PeftModel):
+    """Inside it each NF4 layer computes with one dense weight. The adapter stays beside it: merged
+    into bf16 weights, a young one would be rounded away."""
+    layers = [m for name, m in model.named_modules() if not name.endswith("base_layer")]
+    pairs = [(x, b) for x in layers if hasattr(b := getattr(x, "base_layer", x), "compute_dtype")]
+    for layer, base in pairs:
+        weight = dequantize_bnb_weight(base.weight).to(base.compute_dtype)
+        layer.forward = whole = functools.partial(F.linear, weight=weight, bias=base.bias)
+        if layer is not base:  # what PEFT computes, in fewer steps
+            b = layer.scaling["default"] * layer.lora_B["default"].weight
+            a, b = layer.lora_A["default"].weight.to(weight), b.to(weight)
+            layer.forward = lambda x, f=whole, a=a, b=b: f(x) + F.linear(F.linear(x, a), b)
+    yield
+    for layer, _ in pairs:
+        del layer.forward
 
 
 # ---- Policy: log-probabilities without ever building [B, T, V] -----------------------------------
@@ -624,7 +620,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.temperature = model, temperature
 
-    def forward(self, micro: Batch, with_entropy: bool = False) -> TokenStats:
+    def forward(self, micro: Batch) -> tuple[Tensor, Tensor]:
+        """Log-probs [B, T] of the completions, at the sampling temperature, and the hidden states
+        [B, T, H] after the final norm, at the positions whose logits predict them."""
         base, width = self.model.get_base_model(), micro.prompt_width
         attention = micro.attention.long()
         inputs = {"position_ids": (attention.cumsum(1) - 1).clamp(min=0), "use_cache": False}
@@ -632,38 +630,31 @@ class Policy(nn.Module):
         hidden, targets = out.last_hidden_state[:, width - 1 : -1], micro.ids[:, width:]
         chunk = max(1, 2**26 // base.get_output_embeddings().weight.shape[0])  # 256 MiB of logits
         chunks = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk))
-        out = [checkpoint(self.stats, *x, with_entropy, use_reentrant=False) for x in chunks]
-        stats = [torch.cat(x).view(targets.shape) * micro.mask for x in zip(*out)]
-        return TokenStats(stats[0], stats[1] if with_entropy else None, hidden)
+        loss = [checkpoint(self.cross_entropy, *x, use_reentrant=False) for x in chunks]
+        return -torch.cat(loss).view(targets.shape) * micro.mask, hidden
 
-    def stats(self, hidden: Tensor, targets: Tensor, with_entropy: bool) -> tuple:
-        """Log-probs [n], and entropies [n] if asked for, of one chunk of hidden states [n, H]."""
+    def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:  # [n, H], [n] -> [n]
         logits = head_logits(self.model.get_base_model(), hidden) / self.temperature  # [n, V]
-        if not with_entropy:
-            return (-F.cross_entropy(logits, targets, reduction="none"),)
-        every = logits.log_softmax(-1)
-        logp = every.gather(1, targets[:, None]).squeeze(1)
-        return logp, -every.exp().mul_(every).sum(-1)
+        return F.cross_entropy(logits, targets, reduction="none")
 
 
 def head_logits(base: nn.Module, hidden: Tensor) -> Tensor:
-    """Logits [..., V] of last hidden states [..., H], with what families do after the head:
-    Cohere's logit_scale, Granite's logits_scaling, Gemma's soft cap."""
+    """Logits [..., V] of last hidden states [..., H], with what some families do after the head."""
     config, logits = base.config.get_text_config(), base.get_output_embeddings()(hidden).float()
-    logits = logits * (getattr(config, "logit_scale", None) or 1.0)
-    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
+    names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+    scale, divisor, cap = (getattr(config, name, None) for name in names)
+    logits = logits * (scale or 1.0) / (divisor or 1.0)
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
 # ---- Set-up: NF4 + LoRA --------------------------------------------------------------------------
 def load_policy(args: Args, device: torch.device) -> PeftModel:
-    """The base in NF4 (bf16 compute on a GPU, fp32 on a CPU) with a fresh LoRA adapter on it."""
-    name, targets = args.model_name_or_path, args.lora_target_modules
+    """The base in NF4, computing in args.dtype, with a fresh LoRA adapter on it."""
+    name, targets, dtype = args.model_name_or_path, args.lora_target_modules, args.dtype
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    nf4 = transformers.BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype=DTYPE)
-    load = {"quantization_config": nf4} if args.load_in_4bit else {}
-    load |= {"revision": args.model_revision, "dtype": DTYPE, "device_map": {"": device}}
+    nf4 = transformers.BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype=dtype)
+    load = {"quantization_config": nf4 if args.load_in_4bit else None, "trust_remote_code": False}
+    load |= {"revision": args.model_revision, "dtype": dtype, "device_map": {"": device}}
     lora = {"target_modules": targets[0] if targets == ["all-linear"] else targets}
     lora |= {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
     try:
@@ -672,10 +663,8 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **lora))
     except (OSError, ValueError) as error:
         fail(f"cannot load {name} with LoRA on {' '.join(targets)}: {error}")
-    for module in model.modules():
-        # Else bitsandbytes repacks weights on a CPU with AVX512-BF16, and gradients are wrong.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    for layer in [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]:
+        layer.support_avx512bf16_for_cpu = False  # it repacks weights: wrong gradients
     if args.load_in_4bit and any(p.dim() == 3 and min(p.shape) > 1 for p in model.parameters()):
         fail(f"{name} has weights (experts?) that 4 bits leave out: set --load_in_4bit False")
     return model
@@ -684,9 +673,10 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
 def build_run(args: Args, tokenizer) -> Run:
     """Policy, optimiser and schedule, as Accelerate prepares them."""
     rewards = load_reward_funcs(args.reward_funcs, args.reward_weights)
-    how = {"mixed_precision": "bf16" if CUDA else "no", "project_dir": args.output_dir}
+    how = {"mixed_precision": "bf16" if args.dtype == "bfloat16" else "no"}
     how["log_with"] = None if args.report_to == "none" else args.report_to
-    accelerator = Accelerator(cpu=not CUDA, **how)  # else CPU processes do not find each other
+    how["cpu"] = not CUDA  # else CPU processes do not find each other
+    accelerator = Accelerator(project_dir=args.output_dir, **how)
     model = load_policy(args, accelerator.device)
     if args.torch_compile:
         torch._dynamo.config.recompile_limit = 4096  # one for each layer, mode and adapter state
@@ -696,8 +686,9 @@ def build_run(args: Args, tokenizer) -> Run:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay)
-    steps = (args.warmup_steps, max(1, args.max_steps))
+    steps = (args.warmup_steps, max(1, args.max_steps) + 1)
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, *steps)
+    optimizer.step(), scheduler.step()  # nothing moves; but the first update is not at rate 0
     policy, optimizer = accelerator.prepare(Policy(model, args.temperature), optimizer)
     eos = model.generation_config.eos_token_id  # all else in the generation config is ignored
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
@@ -706,24 +697,23 @@ def build_run(args: Args, tokenizer) -> Run:
 
 
 def check_model(run: Run, prompt: list[int]) -> None:
-    """Ends the run where our own path (prefill, cached decoding, head by chunks) and the stock
-    model's eager forward disagree by more than rounding, or where a step cannot be made."""
+    """Ends the run where our path is not the stock model's eager one, or no step can be made."""
     name, prompt, u = run.args.model_name_or_path, prompt[-24:], torch.full((2, 8), 0.5)
     endless = replace(run, eos_ids=run.eos_ids[:0])  # so that there are 8 tokens
     try:
         batch = sample(endless, torch.arange(2), [prompt, prompt[len(prompt) // 3 :]], u)
-        batch.logp = run.policy(batch).logp
-        gap = gap_to_stock(run, batch)
+        gap = gap_to_stock(run, batch, run.policy(batch)[0])
         box = run.tokenizer.encode("\\boxed{7}", add_special_tokens=False)[-7:]  # for OAR
-        batch.ids[:, -len(box) :], batch.advantages = torch.tensor(box), batch.rows + 1.0
+        batch.ids[:, -len(box) :], batch.loss_mask = torch.tensor(box), batch.mask
+        batch.advantages = batch.rows + 1.0
         score(run, [batch], {})
         training_forward(run, batch).sum().backward()
         run.optimizer.zero_grad()
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # whatever a family's code raises
+        if "memory" in str(error):
+            raise
         fail(f"{name} does not run here: {type(error).__name__}: {error}")
-    if not gap < (1e-3 if DTYPE == torch.float32 else 0.1):  # NaN is not
+    if not gap < (1e-3 if run.args.dtype == "float32" else 0.1):  # NaN is not
         fail(f"{name} is not supported: its log-probs here are {gap:.2g} nats off its own")
 
 
@@ -742,8 +732,10 @@ def save_checkpoint(run: Run) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         adapter = {name: p.data for name, p in run.model.named_parameters() if p.requires_grad}
         state = {name: getattr(run, name) for name in ("step", "rollout", "groups")}
-        state |= {name: getattr(run, name).state_dict() for name in ("optimizer", "scheduler")}
-        state |= {"adapter": adapter, "flags": asdict(run.args)}
+        state |= {"adapter": adapter, "optimizer": run.optimizer.state_dict()["state"]}
+        state["schedule"] = run.scheduler.last_epoch
+        state["base"] = run.model.get_input_embeddings().weight[:64, 0].tolist()
+        state["flags"] = asdict(run.args) | {"num_processes": run.accelerator.num_processes}
         try:
             run.model.save_pretrained(partial)  # for PEFT users
             torch.save(state, partial / "state.pt")
@@ -751,8 +743,8 @@ def save_checkpoint(run: Run) -> None:
             partial.rename(folder)
         except Exception as error:  # a full disk, which torch and safetensors call what they like
             shutil.rmtree(partial, ignore_errors=True)
-            last = "the last checkpoint is whole, --resume_from_checkpoint latest goes on from it"
-            raise OSError(f"cannot save {folder} ({error}); {last}") from error
+            last = checkpoints(run.args.output_dir)[-1:] or ["none before it"]
+            raise OSError(f"cannot save {folder} ({error}); whole is {last[0]}") from error
         for old in checkpoints(run.args.output_dir)[: -(run.args.save_total_limit or sys.maxsize)]:
             shutil.rmtree(old.rename(partial))  # half a folder must not have the name of a whole
     run.accelerator.wait_for_everyone()
@@ -763,28 +755,38 @@ def resume(run: Run) -> None:
     asked, existing = run.args.resume_from_checkpoint, checkpoints(run.args.output_dir)
     if existing and asked != "latest" and Path(asked or "").resolve() != existing[-1].resolve():
         fail(f"{existing[-1]} exists: add --resume_from_checkpoint latest, or change --output_dir")
-    folder = existing[-1] if asked == "latest" and existing else asked
-    if folder in (None, "latest"):
+    if not existing and Path(run.args.output_dir, "summary.json").exists():
+        fail(f"{run.args.output_dir} holds a finished run: remove it, or change --output_dir")
+    if asked is None or (asked == "latest" and not existing):
         return
+    folder = existing[-1] if asked == "latest" else asked
     trained = sorted(name for name, p in run.model.named_parameters() if p.requires_grad)
-    path = f"{folder}/state.pt"
     try:
-        if damaged := zipfile.ZipFile(path).testzip():  # torch writes checksums, and reads none
+        if damaged := zipfile.ZipFile(f"{folder}/state.pt").testzip():  # torch does not look
             raise ValueError(f"{damaged} is damaged")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if sorted(state["adapter"]) != trained:
-            raise ValueError("its adapter has other layers")
+        state = torch.load(f"{folder}/state.pt", map_location="cpu", weights_only=True)
+        base = run.model.get_input_embeddings().weight[:64, 0].tolist()
+        if sorted(state["adapter"]) != trained or state["base"] != base:
+            raise ValueError("it is of another model, or of other layers")
         run.model.load_state_dict(state["adapter"], strict=False)
-        run.optimizer.load_state_dict(state["optimizer"])
-        run.scheduler.load_state_dict(state["scheduler"])
+        # Learning rate and weight decay are those of the flags.
+        run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": state["optimizer"]})
+        found = run.optimizer.state.items()
+        if any(x[k].shape != p.shape for p, x in found for k in ("exp_avg", "exp_avg_sq")):
+            raise ValueError("its optimiser is another's")
+        for _ in range(state["schedule"] - run.scheduler.last_epoch):
+            run.scheduler.step()
         run.step, run.rollout = int(state["step"]), int(state["rollout"])
         run.groups, flags = list(state["groups"]), dict(state["flags"])
+        if run.step > run.args.max_steps:
+            raise ValueError("it is past --max_steps, raise that")
     except Exception as error:  # a broken file raises what it likes
-        fail(f"cannot resume from {folder}: {type(error).__name__}: {error}")
+        fail(f"cannot resume from {folder}: {error!r} (if it is damaged, delete it)")
+    now = asdict(run.args) | {"num_processes": run.accelerator.num_processes}
     may_differ = "output_dir resume_from_checkpoint save_steps save_total_limit report_to run_name"
     for name in flags.keys() - may_differ.split():
-        if flags[name] != (now := getattr(run.args, name, None)):
-            say(f"--{name} was {flags[name]} before, now it is {now}")
+        if flags[name] != now.get(name):
+            say(f"--{name} was {flags[name]} before, now it is {now.get(name)}")
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -803,15 +805,14 @@ def fail(message: object) -> None:
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The flags, checked as far as they can be without a model or data."""
-    parser = transformers.HfArgumentParser(Args, description=__doc__, usage="%(prog)s [flags]")
+    show = argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+    how = {"formatter_class": type("Help", show, {}), "usage": "%(prog)s [flags]"}
+    pairs = "Of a pair of defaults the first is the embedded policies', the second any other's."
+    parser = transformers.HfArgumentParser(Args, description=__doc__, epilog=pairs, **how)
     parser.error = fail  # argparse would print the whole usage first
     args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        fail(
-            f"unknown flag {unknown[0]}: --help lists all; of TRL's, set --max_steps for "
-            "num_train_epochs, and leave out logging_steps (each is logged), bf16 (a GPU computes "
-            "in it), use_peft (only LoRA is trained) and use_vllm (rollouts are our own)"
-        )
+        fail(f"unknown flag {unknown[0]}: see --help (num_train_epochs: max_steps; bf16: dtype)")
     embedded = Path(args.model_name_or_path).resolve().parent == Path(TINY_POLICY).parent
     for name, place in ((f.name, f.metadata.get("metavar", "(-inf, inf)")) for f in fields(args)):
         if isinstance(value := getattr(args, name), tuple):
@@ -843,23 +844,22 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def use_every_core() -> None:
     """`accelerate launch` sets OMP_NUM_THREADS=1 on a CPU machine where the user had not set it."""
-    user = os.environ
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # launched: what the launcher itself was given
-        user = Path(f"/proc/{os.getppid()}/environ").read_text(errors="replace")
-    if "OMP_NUM_THREADS" not in user:  # each local process takes its share of the cores
+    given = Path(f"/proc/{LAUNCHER}/environ").read_text(errors="replace")  # when it was started
+    if "OMP_NUM_THREADS" not in given:  # each local process takes its share of the cores
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, cores))
 
 
 def run_to_the_end(args: Args) -> None:
     tokenizer, train_set, held_out = load_data(args)
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    (Path(args.output_dir) / "adapter").mkdir(parents=True, exist_ok=True)
     run = build_run(args, tokenizer)
     say(introduction(asdict(args), train_set[0], held_out[0], run.accelerator.num_processes))
     check_model(run, train_set[1][0])
-    seen = run.signals  # the first one lets the rollout end and saves, the second ends all
+    seen, say_so = run.signals, b"\nsaving after this rollout, then ending; again: ending at once\n"
+    first = lambda n: (seen.append(n), os.write(2, say_so))  # noqa: E731  it may cut a print
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, _: os._exit(128 + n) if seen else seen.append(n))
+        signal.signal(number, lambda n, _: os._exit(128 + n) if seen else first(n))
     resume(run)
     log = start_log(run.accelerator, asdict(args), run.step)
     quiet = not run.accelerator.is_main_process
@@ -868,10 +868,9 @@ def run_to_the_end(args: Args) -> None:
     if finished and not quiet:
         run.model.save_pretrained(Path(args.output_dir) / "adapter")
         print(report_run(asdict(args), log, run.groups))
-        if args.push_to_hub:
-            run.model.push_to_hub(args.run_name)
     elif not quiet:
-        again = shlex.join([*sys.argv, "--resume_from_checkpoint", "latest"])  # the last counts
+        command = Path(f"/proc/{LAUNCHER}/cmdline").read_text().split("\0")[:-1]
+        again = shlex.join([*command, "--resume_from_checkpoint", "latest"])  # the last counts
         print(f"interrupted, saved {checkpoints(args.output_dir)[-1]}; go on with\n{again}")
     run.accelerator.wait_for_everyone()  # nobody closes the group while another still writes
     run.accelerator.end_training()
@@ -887,10 +886,11 @@ def main() -> None:
         run_to_the_end(args)
     except (DataError, RewardError, SafetensorError, OSError) as error:
         fail(error)
-    except torch.OutOfMemoryError:
-        smaller = "lower --per_device_train_batch_size (raise --gradient_accumulation_steps)"
-        flags = f"--gradient_checkpointing True, {smaller}, set --rollout_weights adapter"
-        fail(f"out of GPU memory: in this order, set {flags}")
+    except RuntimeError as error:
+        if "memory" not in str(error):  # a GPU's or this machine's
+            raise
+        smaller = "a smaller --per_device_train_batch_size, --rollout_weights quantized"
+        fail(f"out of memory: in this order, try --gradient_checkpointing True, {smaller}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         os._exit(0)  # gloo's threads have been seen to hang in their destructors

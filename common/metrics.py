@@ -1,6 +1,6 @@
-"""What a run leaves behind: numbers (pass@k, weight statistics, metrics.jsonl), curves.png,
-credit.html (every token tinted by its credit weight) and the model card of the adapter. Only torch
-is heavy here: matplotlib and huggingface_hub are imported where they write."""
+"""What a run leaves behind: numbers (pass@k, weight statistics, metrics.jsonl: METRICS.md explains
+it), curves.png, credit.html (every token tinted by its credit weight) and the adapter's model card.
+Only torch is heavy here: matplotlib and huggingface_hub are imported where they write."""
 
 import contextlib
 import errno
@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import math
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -23,7 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from common.data import Problem, token_roles
+from common.data import Problem, completions_of, token_roles
+from common.reward import last_boxed
 
 PAGE_TEMPLATE = Path(__file__).with_name("credit_page.html")
 CARD_TEMPLATE = Path(__file__).with_name("adapter_card.md")
@@ -37,36 +37,25 @@ COLOURS = ("#0072B2", "#D55E00", "#8A8F98", "#CC79A7")  # of a panel's lines (Ok
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased chance that k of n samples, c of them correct, hold a correct one: 1 - C(n-c, k) /
     C(n, k) in product form, which cannot overflow (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
-    if n - c < k:  # fewer than k wrong samples: every draw of k holds a correct one
-        return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 @torch.no_grad()
 def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How concentrated the credit is in each completion (ARCA, arXiv 2606.00257).
+    """How concentrated the credit is in each completion (ARCA, arXiv 2606.00257), float32 [B] each.
 
-    weights [B, T] >= 0 in any scale, mask [B, T] bool or 0/1; what lies outside the mask is
-    ignored, even NaN. Returns float32 [B] each, in [0, 1]:
-      gini        0 for uniform weights, (n-1)/n for all weight on one token
-      effn        effective number of tokens over their number ("EffN/T"): 1 uniform, 1/n one-hot
-      top10_mass  share of the total in the ceil(n/10) largest weights
+    weights [B, T] >= 0 in any scale, mask [B, T] bool or 0/1; outside it nothing is read, even NaN.
+      gini   0 for uniform weights, (n-1)/n for all weight on one of n tokens
+      effn   effective number of tokens over their number ("EffN/T"): 1 uniform, 1/n one-hot
     NaN where a completion has n <= 1 tokens or zero total weight: use nanmean.
     """
     w = torch.where(mask.bool(), weights.double(), 0.0)  # [B, T]; where, not *: NaN * 0 is NaN
-    n = mask.bool().sum(1, keepdim=True)  # [B, 1]
-    total = w.sum(1, keepdim=True)  # [B, 1]
-    ranked = w.sort(dim=1).values  # [B, T], the padding's zeros first, and zeros add nothing
-    place = torch.arange(w.shape[1], device=w.device)  # [T]
-    rank = place - (w.shape[1] - n) + 1  # [B, T], 1 ... n on the completion
-    p = ranked / total  # [B, T], NaN in rows without weight
-    top = place >= w.shape[1] - (n + 9) // 10  # [B, T]
-    stats = {
-        "gini": ((2 * rank - n - 1) * p).sum(1) / n[:, 0],
-        "effn": 1.0 / (n[:, 0] * p.square().sum(1)),
-        "top10_mass": torch.where(top, p, 0.0).sum(1),
-    }
-    valid = (n[:, 0] > 1) & (total[:, 0] > 0) & total[:, 0].isfinite()  # [B]
+    n, total = mask.bool().sum(1), w.sum(1)  # [B]
+    p = w.sort(dim=1).values / total[:, None]  # [B, T], the padding's zeros first
+    place = torch.arange(w.shape[1], device=w.device) - w.shape[1]  # [T], -1 for the largest
+    gini = ((2 * place + n[:, None] + 1) * p).sum(1) / n  # rank n + place + 1, from 1 to n
+    stats = {"gini": gini, "effn": 1.0 / (n * p.square().sum(1))}
+    valid = (n > 1) & (total > 0) & total.isfinite()
     return {key: torch.where(valid, value, math.nan).float() for key, value in stats.items()}
 
 
@@ -89,9 +78,9 @@ def control_weights(kind: str, weights: Tensor, mask: Tensor, u: Tensor) -> Tens
 
 
 @torch.no_grad()
-def gap_to_stock(run: Any, batch: Any) -> float:
-    """Nats between the log-probs of a batch whose rows end together, sampled or recomputed, and
-    those of the model as transformers has it: one row at a time, eager attention, no cache."""
+def gap_to_stock(run: Any, batch: Any, logp: Tensor) -> float:
+    """Nats between the log-probs of a batch whose rows end together, sampled or recomputed [B, T],
+    and those of the model as transformers has it: one row at a time, eager attention, no cache."""
     base, length = run.model.get_base_model(), batch.mask.shape[1]
     attention = base.config._attn_implementation
     base.set_attn_implementation("eager")
@@ -100,7 +89,7 @@ def gap_to_stock(run: Any, batch: Any) -> float:
     base.set_attn_implementation(attention)
     logits = torch.cat([row[:, -length - 1 : -1] for row in rows]).float() / run.args.temperature
     stock = logits.log_softmax(-1).gather(2, batch.ids[:, -length:, None]).squeeze(2)  # [B, T]
-    gaps = torch.stack([batch.sampled_logp - stock, batch.logp - stock])
+    gaps = torch.stack([batch.sampled_logp - stock, logp - stock])
     return gaps.abs().mean((1, 2)).max().item()
 
 
@@ -119,46 +108,51 @@ def eval_metrics(verdicts: list[tuple[str, int, float]]) -> dict[str, float]:
     return result
 
 
-def _averages(batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """name: the values of a scored micro-batch, and what each counts for in their mean."""
+def _means(run: Any, batches: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
+    """Means of values over all processes' batches, each with what it counts for; one over nothing
+    is left out."""
+    sums = 0.0
+    for pairs in batches:
+        sums += torch.tensor([[(x * w).sum(), w.sum()] for x, w in pairs.values()]).double()
+    sums = run.accelerator.reduce(sums.to(run.accelerator.device), "sum").tolist()
+    return {name: total / n for name, (total, n) in zip(batches[0], sums, strict=True) if n}
+
+
+def rollout_metrics(run: Any, batch: Any, seconds: float) -> dict[str, float]:
+    """Means over a rollout, all processes, of which this is one's share (grpo_*.py's Batch).
+    reward_timeouts: of all processes since they were started."""
     mask, rows = batch.mask, torch.ones_like(batch.rewards)
     averages = {
         "reward": (batch.rewards, rows),
         "completion_length": (mask.sum(1), rows),
         "truncated_share": (batch.truncated, rows),
         "entropy": (batch.entropy, mask),
-        "sampling_gap_mean": ((batch.logp - batch.sampled_logp).abs() * mask, mask),
     }
-    if batch.base_logp is not None:
-        known = mask & batch.base_logp.isfinite()
-        to_base = torch.where(known, batch.base_logp - batch.logp, 0.0)
-        averages["kl"] = (to_base.exp() - to_base - 1, known)  # k3, of the policy that sampled
-    for name, x in weight_stats(batch.weights, mask).items():
-        averages[f"weight_{name}"] = (x.nan_to_num(0.0), x.isfinite() & (batch.advantages != 0))
-    return averages
+    result, gather = _means(run, [averages]), run.accelerator.gather
+    advantages = gather(batch.advantages)[gather(batch.rows).argsort()]
+    groups = advantages.view(-1, run.args.num_generations)
+    result["reward_timeouts"] = gather(rows.new_tensor([run.grader.timeouts])).sum().item()
+    result["zero_std_share"] = (groups == 0).all(1).float().mean().item()
+    result["rollout_tokens"] = round(result["completion_length"] * len(advantages))
+    return result | {"tokens_per_second": result["rollout_tokens"] / seconds}
 
 
-def rollout_metrics(run: Any, micros: list, seconds: float) -> dict[str, float]:
-    """Means over a whole rollout, all processes, of scored micro-batches (grpo_*.py's Batch); a
-    mean over nothing is left out. reward_timeouts: of all processes since they were started."""
-    accelerator, sums, gap = run.accelerator, 0.0, 0.0
+def credit_metrics(run: Any, micros: list) -> dict[str, float]:
+    """Means over scored micro-batches, all processes: how concentrated the credit is where there is
+    an advantage, and the k3 KL of the policy that sampled to the base where its log-probs are.
+    peak_memory_gb, so far: GiB of tensors on a GPU, of this process on a CPU."""
+    batches = []
     for batch in micros:
-        averages = _averages(batch)
-        pairs = [torch.stack([(x * w).sum(), w.sum()]).double() for x, w in averages.values()]
-        sums, gap = sums + torch.stack(pairs), max(gap, averages["sampling_gap_mean"][0].max())
-    timeouts = sums.new_tensor([[run.grader.timeouts, 0.0]])
-    *sums, timeouts = accelerator.reduce(torch.cat([sums, timeouts]), "sum").tolist()
-    result = {name: total / n for name, (total, n) in zip(averages, sums, strict=True) if n}
-    rows = accelerator.gather(torch.cat([batch.rows for batch in micros]))
-    advantages = accelerator.gather(torch.cat([batch.advantages for batch in micros]))
-    advantages = advantages[rows.argsort()].view(-1, run.args.num_generations)
-    result["zero_std_share"] = (advantages == 0).all(1).float().mean().item()
-    result["sampling_gap_max"] = accelerator.gather(gap[None]).max().item()
-    result["rollout_tokens"] = dict(zip(averages, sums))["entropy"][1]
-    result["tokens_per_second"] = result["rollout_tokens"] / seconds
-    result["reward_timeouts"] = timeouts[0]
-    result["peak_memory_gb"] = peak_memory_gb(accelerator.device)
-    return result
+        stats, used = weight_stats(batch.weights, batch.mask), batch.advantages != 0
+        pairs = {f"weight_{k}": (x.nan_to_num(0.0), x.isfinite() & used) for k, x in stats.items()}
+        if batch.base_logp is not None:
+            to_base = torch.where(batch.loss_mask, batch.base_logp - batch.sampled_logp, 0.0)
+            pairs["kl"] = (to_base.exp() - to_base - 1, batch.loss_mask)
+        batches.append(pairs)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+    if run.accelerator.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    return _means(run, batches) | {"peak_memory_gb": peak}
 
 
 @contextlib.contextmanager
@@ -171,24 +165,10 @@ def timed(metrics: dict, name: str):
     metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - began
 
 
-def peak_memory_gb(device: torch.device) -> float:
-    """GiB: the most that tensors took on a GPU, or this process on a CPU, so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
-
-
 # ------------------------------------------------------------------------------------ log
-def _commit() -> str | None:
-    """The scripts' commit, with "-dirty" where files differ from it; None without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output([*command, "--abbrev=40", "--exclude=*"], **quiet).strip()
-
-
 def environment() -> dict[str, Any]:
-    """What a run's figures depend on besides its flags: code, versions, machine, command line."""
+    """What a run's figures depend on besides its flags: the scripts' commit ("-dirty" where files
+    differ from it), versions, machine, command line."""
     packages = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
     cpuinfo = Path("/proc/cpuinfo").read_text()
     hardware = {
@@ -198,18 +178,22 @@ def environment() -> dict[str, Any]:
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
     versions = {name: importlib.metadata.version(name) for name in packages}
-    versions["python"] = sys.version.split()[0]
-    return {"commit": _commit(), "versions": versions, "hardware": hardware, "command": sys.argv}
+    versions["python"], commit = sys.version.split()[0], None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # without git
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        git += ["--abbrev=40", "--exclude=*"]  # no tag's name
+        quiet = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
+        commit = subprocess.check_output(git, **quiet).strip()
+    return {"commit": commit, "versions": versions, "hardware": hardware, "command": sys.argv}
 
 
 def _plain(value: Any) -> Any:
     """Strict JSON: tensors and numpy to numbers, 6 significant digits, non-finite to None."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # a scalar gives a number
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # torch and numpy; a scalar gives a Python number
-        return _plain(value.tolist())
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
@@ -221,54 +205,49 @@ def _flat(row: dict) -> dict:
     return {name: value for name, value in row.items() if name != "eval"} | evals
 
 
-class RunLog:
-    """metrics.jsonl in output_dir: one JSON object per optimizer step; config.json beside it has
-    the flags and `environment`. track(figures, step) is called after each row is in the file.
-    output_dir None, as of all processes but the main one: nothing is written.
+def _rows_before(path: Path, checkpoint: int) -> list[dict]:
+    """Rows of a .jsonl file from before a checkpoint, which is saved before it is evaluated. Lines
+    that are none (torn, or somebody's) are left out."""
+    rows = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            rows += [row] if row["step"] <= checkpoint - bool(row.get("eval")) else []
+    return rows
 
-    rows: all rows as written, loaded ones too; evals: those of them with an "eval" dict.
-    resume_step > 0 keeps the rows up to the checkpoint of that step: later ones come again. So does
-    a line that a crash has torn, which is the last and has no end.
+
+class RunLog:
+    """metrics.jsonl in output_dir, an object for each update and evaluation, and config.json: the
+    flags and `environment`. resume_step > 0 keeps the rows from before that checkpoint, here and in
+    completions.jsonl. track(figures, step) is called after each row is in the file. output_dir is
+    None on all processes but the main one: nothing is written. rows: as written, loaded ones too.
     """
 
-    def __init__(
-        self, output_dir: str | None, config: dict | None = None, resume_step: int = 0,
-        track: Callable[[dict, int], None] = lambda figures, step: None,
-    ) -> None:  # fmt: skip
-        self.rows, self.evals, self.path, self._track = [], [], None, track
+    def __init__(self, output_dir: str | None, config: dict, resume_step: int, track: Callable):
+        self.rows, self.path, self._track = [], None, track
         if output_dir is None:
             return
         self.path = Path(output_dir) / "metrics.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if config is not None:
-            text = json.dumps(config | {"environment": environment()}, indent=2, default=str)
-            self.path.with_name("config.json").write_text(text + "\n", encoding="utf-8")
-        self.rows = self._load(resume_step) if resume_step > 0 else []
-        self.evals = [row for row in self.rows if row.get("eval")]
-        fresh = self.path.with_suffix(".tmp")  # replaced whole: a crash here loses no row
-        fresh.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
-        os.replace(fresh, self.path)
-
-    def _load(self, resume_step: int) -> list[dict]:
-        whole = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
-        rows = map(json.loads, whole)
-        return [row for row in rows if row["step"] <= resume_step - ("eval" in row)]  # saved before
+        text = json.dumps(config | {"environment": environment()}, indent=2, default=str)
+        self.path.with_name("config.json").write_text(text + "\n", encoding="utf-8")
+        for path in (self.path.with_name("completions.jsonl"), self.path):
+            self.rows = _rows_before(path, resume_step) if resume_step > 0 else []
+            fresh = path.with_suffix(".tmp")  # replaced whole: a crash here loses no row
+            fresh.write_text("".join(json.dumps(x) + "\n" for x in self.rows), encoding="utf-8")
+            os.replace(fresh, path)
 
     def write(self, row: dict) -> None:
         """Append one row; it is on its way to the disk when this returns."""
         row = _plain(row)
+        self.rows.append(row)
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:  # closed, so flushed, at each row
                 file.write(json.dumps(row, allow_nan=False) + "\n")
-        self.rows.append(row)
+            if row.get("eval"):
+                shown = "  ".join(f"{name} {_number(x, '.3f')}" for name, x in row["eval"].items())
+                tqdm.write(f"step {row['step']:4d}, held out: {shown}")
         figures = _flat(row)
-        step = figures.pop("step")
-        if row.get("eval"):
-            self.evals.append(row)
-            shown = "  ".join(f"{name} {_number(x, '.3f')}" for name, x in row["eval"].items())
-            if self.path is not None:
-                tqdm.write(f"step {step:4d}, held out: {shown}")
-        self._track(figures, step)
+        self._track(figures, figures.pop("step"))
 
 
 def start_log(accelerator: Any, config: dict, resume_step: int) -> RunLog:
@@ -301,15 +280,36 @@ def introduction(config: dict, problems: list, held_out: list, processes: int) -
     )
 
 
-def hints(metrics: dict[str, float], first: bool) -> list[str]:
-    """What a beginner would not find in a rollout's numbers; `first`: of the run."""
-    found = []
+def log_completions(run: Any, kind: str, batch: Any, problems: list, rewards: list) -> None:
+    """Appends the first group of a batch to completions.jsonl; kind: train | greedy | sampled."""
+    if not run.accelerator.is_main_process:
+        return
+    step = {"step": run.step + (kind == "train"), "eval": kind != "train", "kind": kind}
+    columns = completions_of(run, batch)[1], rewards, batch.truncated.tolist()
+    with open(Path(run.args.output_dir) / "completions.jsonl", "a", encoding="utf-8") as file:
+        for problem, *facts in list(zip(problems, *columns))[: run.args.num_generations]:
+            row = step | {"prompt": problem.prompt, "answer": problem.answer}
+            row |= zip(("completion", "reward", "truncated"), facts, strict=True)
+            file.write(json.dumps(_plain(row)) + "\n")
+
+
+def hints(run: Any, metrics: dict[str, float], batch: Any) -> list[str]:
+    """What a beginner would not find in the numbers of a rollout."""
+    found, first = [], run.rollout == 0
     if metrics["zero_std_share"] == 1:
         same = f"every group has equal rewards (all {metrics['reward']:.2f})"
         found.append(f"{same}, so the gradient is 0: the problems are too easy or too hard")
     if metrics["truncated_share"] > 0.3 and first:
         share = f"{metrics['truncated_share']:.0%} of completions are cut off before their end"
-        found.append(f"{share}: raise --max_completion_length")
+        why = "" if metrics["truncated_share"] < 1 else " (or the model never writes a stop token)"
+        found.append(f"{share}: raise --max_completion_length{why}")
+    if metrics["reward"] == 0 and first:
+        text = completions_of(run, batch)[1][0]
+        reason = "its answer is wrong: these problems may be too hard for this model"
+        if last_boxed(text) is None:
+            reason = "it has no \\boxed{}: ask for one in --system_prompt"
+            reason = "it is cut off" if batch.truncated[0] else reason
+        found.append(f"no completion earns anything. The first one ({reason}): {text[:300]!r}")
     return found
 
 
@@ -323,13 +323,6 @@ def _series(rows: list[dict], key: str) -> tuple[list[float], list[float]]:
     """(steps, values) of the rows that hold a finite number under key."""
     points = [(row["step"], y) for row in rows if not math.isnan(y := _real(row.get(key)))]
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _smooth(values: list[float]) -> list[float]:
-    """Centred moving mean over about a tenth of the run; narrower at both ends."""
-    half = max(1, len(values) // 20)
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 STYLE = {  # of matplotlib
@@ -365,7 +358,9 @@ def _line(ax: Any, rows: list[dict], key: str, label: str, color: str) -> None:
         ax.tick_params(axis="y", colors=color)
     if "eval/" not in key:
         ax.plot(x, y, color=color, alpha=0.3, linewidth=1)
-        y = _smooth(y)
+        half = max(1, len(y) // 20)  # a centred mean over a tenth of the run, narrower at its ends
+        windows = [y[max(0, i - half) : i + half + 1] for i in range(len(y))]
+        y = [sum(window) / len(window) for window in windows]
     ax.plot(x, y, color=color, linewidth=2, label=label, marker=dots, markersize=5)
     if right and min(y) >= 0:
         ax.set_ylim(bottom=0)
@@ -378,49 +373,39 @@ def write_curves(path: str, rows: list[dict], title: str) -> None:
 
     rows = list(map(_flat, rows))
     passes = [(key, key[5:]) for row in rows for key in row if key.startswith("eval/pass@")]
-    more = passes[-1:]  # the largest k
-    if _series(rows, "reward") != _series(rows, TRAINED):  # and there is no room for both
-        more = [("reward", "reward (right)")]
+    shaped = _series(rows, "reward") != _series(rows, TRAINED)
+    more = [("reward", "reward (right)")] if shaped else passes[-1:]  # there is no room for both
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 8.5), dpi=100, layout="constrained", facecolor="white")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.04)
         figure.suptitle(title, fontsize=18, fontweight="bold", parse_math=False)
         for ax, (name, lines) in zip(figure.subplots(2, 3).flat, PANELS.items()):
+            ax.set_title(name, loc="left", fontweight="bold", pad=32)
             shown = lines + (more if "Accuracy" in name else [])
             for (key, label), color in zip(shown, COLOURS):
                 _line(ax, rows, key, label, color)
-            _finish_panel(ax, name, rows)
+            if not ax.lines:
+                ax.set_axis_off()
+                ax.text(0.5, 0.5, "not logged", ha="center", color="grey", transform=ax.transAxes)
+                continue
+            # Above the data, so that it hides none; and a wide one must not narrow its panel.
+            legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=5)
+            legend.set_in_layout(False)
+            ax.grid(axis="y")
+            ax.locator_params(axis="x", integer=True, nbins=6)
+            last = max(row["step"] for row in rows)
+            ax.set_xlim(-0.01 * last - 0.5, last * 1.02 + 0.5)
+            ax.set_xlabel("step", color="#5f6368")
         figure.savefig(path, format="png")
-
-
-def _finish_panel(ax: Any, name: str, rows: list[dict]) -> None:
-    """Title, legend above the data (so that it hides none), light grid, common x axis."""
-    ax.set_title(name, loc="left", fontweight="bold", pad=32)
-    if not ax.lines:
-        ax.set_axis_off()
-        ax.text(0.5, 0.5, "not logged", ha="center", color="grey", transform=ax.transAxes)
-        return
-    legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=5)
-    legend.set_in_layout(False)  # a wide one must not narrow its panel
-    ax.grid(axis="y")
-    ax.locator_params(axis="x", integer=True, nbins=6)
-    last = max(row["step"] for row in rows)
-    ax.set_xlim(-0.01 * last - 0.5, last * 1.02 + 0.5)
-    ax.set_xlabel("step", color="#5f6368")
 
 
 # ---------------------------------------------------------------------------- credit page
 def _visible(value: Any) -> str:
     """Hostile text as the reader sees it: control, bidi and zero-width marks and lone surrogates
     become <U+....>, ASCII's control characters their pictures (U+2400)."""
-
-    def mark(match: re.Match) -> str:
-        char = match[0]
-        if char.isprintable() or unicodedata.category(char) == "Zs":
-            return char
-        return chr(0x2400 + ord(char)) if char < " " else f"<U+{ord(char):04X}>"
-
-    return re.sub(r"[^\n -~]", mark, str(value))
+    hidden = {c for c in str(value) if not c.isprintable() and unicodedata.category(c) != "Zs"}
+    marks = {c: chr(0x2400 + ord(c)) if c < " " else f"<U+{ord(c):04X}>" for c in hidden - {"\n"}}
+    return str(value).translate(str.maketrans(marks))
 
 
 def _number(value: Any, form: str) -> str:
@@ -452,7 +437,8 @@ def _facts(run: Any, batch: Any, row: int, problem: Problem) -> dict:
     ids = batch.ids[row, batch.prompt_width :][batch.mask[row]].tolist()
     pieces = [run.tokenizer.decode([i]) for i in ids]
     roles = token_roles(pieces, problem) if problem.steps else [""] * len(ids)
-    columns = (c[row, : len(ids)].tolist() for c in (batch.weights, batch.entropy, batch.logp))
+    columns = (batch.weights, batch.entropy, batch.sampled_logp)
+    columns = (column[row, : len(ids)].tolist() for column in columns)
     names = ("text", "role", "weight", "entropy", "logp")
     values = zip(pieces, roles, *columns, strict=True)
     facts = {name: getattr(batch, name + "s")[row].item() for name in ("reward", "advantage")}
@@ -461,27 +447,25 @@ def _facts(run: Any, batch: Any, row: int, problem: Problem) -> dict:
 
 
 def credit_group(run: Any, micros: list, problems: dict[int, Problem]) -> list[dict]:
-    """The first whole group of a scored rollout whose rewards differ, its best two and its worst
-    two, as write_credit_page wants it; [] if there is none. problems: of each row."""
+    """The first group of a scored rollout whose rewards differ, its best two and its worst two of
+    those here, as write_credit_page wants it; [] if there is none. problems: of each row here."""
     place = {row: (batch, i) for batch in micros for i, row in enumerate(batch.rows.tolist())}
-    size = run.args.num_generations
-    for first in range(0, max(place) + 1, size):
-        group = [place[row] for row in range(first, first + size) if row in place]
-        if len(group) == size and any(batch.advantages[i] != 0 for batch, i in group):
-            break
-    else:
+    useful = [row for row, (batch, i) in place.items() if batch.advantages[i] != 0]
+    if not useful:
         return []
+    size, problem = run.args.num_generations, problems[min(useful)]
+    first = min(useful) // size * size
+    group = [place[row] for row in range(first, first + size) if row in place]
     rights = None  # how many are right, where the reward is that and nothing else
-    if list(run.reward_funcs) == [ACCURACY]:
+    if list(run.reward_funcs) == [ACCURACY] and len(group) == size:
         rights = sum(batch.rewards[i].item() > 0 for batch, i in group)
     group.sort(key=lambda member: -member[0].rewards[member[1]].item())
-    problem, shown = problems[first], group[:2] + group[-2:] if size > 3 else group
-    completions = [_facts(run, batch, row, problem) for batch, row in shown]
-    weights = [token["weight"] for completion in completions for token in completion["tokens"]]
+    completions = [_facts(run, *member, problem) for member in group[:2] + group[2:][-2:]]
+    alike = all(abs(token["weight"] - 1) <= 1e-6 for x in completions for token in x["tokens"])
     prompt = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
     found = {"prompt": prompt, "answer": problem.answer, "step": run.step, "size": size}
-    found["note"] = UNIFORM if all(abs(weight - 1) <= 1e-6 for weight in weights) else ""
-    return [found | {"correct": rights, "completions": completions}]
+    note = UNIFORM if alike else ""
+    return [found | {"note": note, "correct": rights, "completions": completions}]
 
 
 # ----------------------------------------------------------------------------- the report
@@ -501,44 +485,33 @@ def write_model_card(path: str, config: dict, before: dict, after: dict) -> None
     """README.md (path names the file) of a PEFT adapter; write it after save_pretrained."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    base, credit = config["model_name_or_path"], config["credit"]
-    data = ModelCardData(base_model=base, library_name="peft", tags=["grpo", "lora", credit])
+    base, tags = config["model_name_or_path"], ["grpo", "lora", config["credit"]]
+    data = ModelCardData(base_model=base, library_name="peft", tags=tags)
     # JSON holds no line break, which could end the block.
     flags = [f"--{key} {json.dumps(_plain(value), default=str)}" for key, value in config.items()]
-    facts = {"credit": credit, "table": before_after_table(before, after), "flags": flags}
+    facts = {"table": before_after_table(before, after), "flags": flags, "config": config}
     card = ModelCard.from_template(data, str(CARD_TEMPLATE), **facts)
     Path(path).write_text(f"{card}\n", encoding="utf-8", errors="replace", newline="\n")
 
 
-def _write_completions(path: str, groups: list[dict]) -> None:
-    with open(path, "w", encoding="utf-8", errors="replace") as file:
-        for group in groups:
-            for completion in group["completions"]:
-                row = {name: group[name] for name in ("step", "prompt", "answer")} | completion
-                row["completion"] = "".join(token["text"] for token in row.pop("tokens"))
-                file.write(json.dumps(_plain(row)) + "\n")
-
-
 def report_run(config: dict, log: RunLog, groups: list[dict]) -> str:
-    """summary.json, completions.jsonl, curves.png, credit.html and the adapter's card of a run that
-    has ended; returns what to print. A file that cannot be written is said on standard error and
-    left out; OSError on a full disk."""
+    """summary.json, curves.png, credit.html and the adapter's card of a run that has ended; returns
+    what to print. A file that cannot be written is said on standard error and left out; OSError on
+    a full disk."""
     folder, title, rows = Path(config["output_dir"]), config["run_name"], log.rows
-    before, after = log.evals[0]["eval"], log.evals[-1]["eval"]
-    seconds = round(time.time() - psutil.Process().create_time(), 1)  # of the whole process
-    summary = {"before": before, "after": after, "seconds": seconds}
+    evals = [row["eval"] for row in rows if row.get("eval")]
+    before, after = evals[0], evals[-1]
     updates = [row for row in rows if "reward" in row]
     phases = [value for row in updates for key, value in row.items() if key.startswith("seconds_")]
-    summary["steps"] = updates[-1]["step"] if updates else 0
-    # Without evaluations, checkpoints and start-up, which `seconds` has as well.
-    summary["seconds_per_step"] = sum(phases) / max(1, len(updates))
     # Rows of one rollout repeat its figures; its seconds stand in the first alone.
-    fresh = [row for row in updates if row["seconds_rollout"] > 0]
+    fresh = [row for row in updates if _real(row.get("seconds_rollout")) > 0]
+    summary = {"before": before, "after": after, "steps": updates[-1]["step"] if updates else 0}
     summary["rollout_tokens"] = sum(row["rollout_tokens"] for row in fresh)
+    summary["seconds"] = round(time.time() - psutil.Process().create_time(), 1)  # of the process,
+    summary["seconds_per_step"] = sum(phases) / max(1, len(updates))  # and of training alone
     text = json.dumps(_plain(summary), indent=2) + "\n"
-    files: dict[str, Callable[[str], None]] = {
+    files = {
         "summary.json": lambda path: Path(path).write_text(text, encoding="utf-8"),
-        "completions.jsonl": lambda path: _write_completions(path, groups),
         "adapter/README.md": lambda path: write_model_card(path, config, before, after),
         "curves.png": lambda path: write_curves(path, rows, title),
         "credit.html": lambda path: write_credit_page(path, title, groups),
@@ -552,7 +525,6 @@ def report_run(config: dict, log: RunLog, groups: list[dict]) -> str:
                 raise  # every other file would fail as well
             failed.add(name)
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            message = f"{folder / name} is not written, the run goes on: {reason}"
-            tqdm.write(message, file=sys.stderr)
+            tqdm.write(f"{folder / name} is not written, the run goes on: {reason}", sys.stderr)
     written = [str(folder / name) for name in sorted(os.listdir(folder)) if name not in failed]
     return "\n".join(["", before_after_table(before, after), "", "Written:", *written])

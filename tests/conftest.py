@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer
 
 import common.metrics
@@ -40,6 +41,7 @@ def make_run():
         for name, value in flags.items():
             argv += [f"--{name}", str(value)]
         args = module.parse_args(argv)
+        AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
         run = module.build_run(args, AutoTokenizer.from_pretrained(model))
         randomise_adapter(run.model, adapter)
         return run
@@ -83,6 +85,7 @@ def run_main(monkeypatch, tmp_path, capfd):
         flags = TINY_RUN | {"output_dir": "out"} | flags
         argv = [f"--{name}={value}" for name, value in flags.items()]
         monkeypatch.setattr(sys, "argv", ["grpo_arca.py", *argv])
+        AcceleratorState._reset_state()  # as in a process of its own
         code = 0
         try:
             trainer.main()
@@ -130,11 +133,12 @@ def random_batch(
         truncated=torch.zeros(rows, dtype=torch.bool),
         loss_mask=mask,
         sampled_logp=torch.zeros(rows, length),
+        entropy=torch.where(mask, noise.abs(), 0.0),
         rewards=(noise[:, 0] > 0).float(),
         advantages=torch.randn(rows, generator=generator),
-        logp=torch.where(mask, -noise.abs(), 0.0),
+        update_tokens=float(mask.sum()),
+        old_logp=torch.where(mask, -noise.abs(), 0.0),
         base_logp=torch.where(mask, -noise.abs() - 0.1 * noise, 0.0),
-        entropy=torch.where(mask, noise.abs(), 0.0),
         scores=torch.where(mask, noise.abs(), 0.0),
         credit=mask.float(),
         weights=mask.float(),

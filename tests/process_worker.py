@@ -125,14 +125,13 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def rollout_facts(run, micros, metrics: dict[str, float]) -> tuple:
+def rollout_facts(run, batch, metrics: dict[str, float]) -> tuple:
     """The first fields of a `Record`, which no split may change."""
     gather = run.accelerator.gather
-    mine = [ids[real].tolist() for x in micros for ids, real in zip(x.ids, x.attention)]
+    mine = [ids[real].tolist() for ids, real in zip(batch.ids, batch.attention)]
     samples = grpo_arca.gather_object(mine)  # in the order of the rows of all processes
-    order = gather(torch.cat([micro.rows for micro in micros])).argsort()
-    numbers = [torch.cat([getattr(x, n) for x in micros]) for n in ("rewards", "advantages")]
-    metrics |= rollout_metrics(run, micros, seconds=1.0)
+    order, numbers = gather(batch.rows).argsort(), (batch.rewards, batch.advantages)
+    metrics |= rollout_metrics(run, batch, seconds=1.0)
     return [samples[i] for i in order], *(gather(x)[order].clone() for x in numbers), metrics
 
 
@@ -166,10 +165,10 @@ def run_case(run, case: Case, start: torch.Tensor, split: tuple[int, int], first
     trained = [p for p in run.model.parameters() if p.requires_grad]
     torch.nn.utils.vector_to_parameters(start.clone(), trained)
     run, metrics = replace(run, args=make_args(case, case.losses[0], *split)), {}
-    micros, _ = module.collect(run, task(run.tokenizer, run.args.seed), metrics)
-    module.score(run, micros, metrics)
-    facts, size = rollout_facts(run, micros, metrics), run.args.gradient_accumulation_steps
-    parts = [micros[:size], micros[size:]][: 1 if len(case.losses) > 1 else 2]
+    batch, _ = module.collect(run, task(run.tokenizer, run.args.seed), metrics)
+    parts = module.micro_batches(run.args, batch)
+    module.score(run, [micro for part in parts for micro in part], metrics)
+    facts, parts = rollout_facts(run, batch, metrics), parts[: 1 if len(case.losses) > 1 else 2]
     for loss in case.losses:
         torch.nn.utils.vector_to_parameters(start.clone(), trained)
         records[case.name(loss)] = record = Record(*facts)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from accelerate.state import AcceleratorState
 from conftest import ROOT, TINY
 
 import common.metrics
@@ -39,14 +40,16 @@ SHARED = {
     "model_name_or_path": (TINY, "/no/such/model {data} {data}/good.jsonl nobody/nothing"),
     "model_revision": ("main v2", ""),
     "load_in_4bit": BOOL,
+    "dtype": ("float32 bfloat16", "float16 bf16 auto"),
     "lora_r": ("1 8 300", "0 -1 1.5 nan"),
     "lora_alpha": ("1 16", "1.5 x 0 -16"),
     "lora_dropout": ("0 0.1 0.9", "1 -0.1 nan inf x"),
     "lora_target_modules": ("all-linear q_proj lm_head down_proj", "nope"),
     "dataset_name": (
-        "chain_arithmetic {data}/good.jsonl {data}/good.json {data}/messages.jsonl",
+        "chain_arithmetic {data}/good.jsonl {data}/good.json {data}/messages.jsonl "
+        "{data}/table.csv",
         "{data}/missing.jsonl {data}/empty.jsonl {data}/torn.jsonl {data}/columns.jsonl {data} "
-        "{data}/noanswer.jsonl {data}/same.jsonl {data}/bytes.jsonl {data}/table.csv no_such_set "
+        "{data}/noanswer.jsonl {data}/same.jsonl {data}/bytes.jsonl {data}/torn.csv no_such_set "
         "{data}/numbers.jsonl {data}/lists.jsonl {data}/folder.jsonl {data}/long.jsonl",
     ),
     "dataset_config": ("main", ""),  # a local file has neither configurations nor splits
@@ -67,7 +70,7 @@ SHARED = {
     "temperature": ("0.1 0.7 1 5", "0 -1 nan inf x"),
     "top_p": ("0.01 0.5 1", "0 -0.1 1.5 nan inf"),
     "top_k": ("0 1 5 100000", "-1 1.5 x"),
-    "rollout_weights": ("merged adapter", "auto dense MERGED"),
+    "rollout_weights": ("dense quantized", "auto merged DENSE"),
     "per_device_train_batch_size": ("1 2 4 6", "0 -4 1.5"),
     "gradient_accumulation_steps": ("1 2", "0 -1 x"),
     "steps_per_generation": ("1 2 4", "-1 1.5"),
@@ -97,8 +100,6 @@ SHARED = {
     "resume_from_checkpoint": ("latest", "{data}/no_such_checkpoint {data} {data}/good.jsonl"),
     "report_to": ("none", "mlflow all"),
     "run_name": ("mine ünï☃", ""),
-    "push_to_hub": ("false", "maybe"),  # what true does needs a network
-    "hub_model_id": ("nobody/nothing", ""),
     "no_such_flag": ("", "1"),
 }
 OWN = {
@@ -198,7 +199,9 @@ def write_data(folder: Path) -> None:
     (folder / "torn.jsonl").write_text(json.dumps(rows[0]) + '\n{"problem": "a", "ans\n')
     (folder / "empty.jsonl").write_text("")
     (folder / "bytes.jsonl").write_bytes(bytes(range(256)) * 9)
-    (folder / "table.csv").write_text("problem,answer\n1+1,2\n")
+    table = "problem,answer\n" + "".join(f'"{p.prompt}",{p.answer}\n' for p in problems)
+    (folder / "table.csv").write_text(table)
+    (folder / "torn.csv").write_text(table[:-5] + '\n"')
     (folder / "folder.jsonl").mkdir()
 
 
@@ -290,6 +293,7 @@ def run_here(folder: Path, combination: Combination, data: Path, capfd, patch) -
     patch.setattr(signal, "signal", lambda *_: None)  # pytest has its own
     argv = [fill(word, data) for word in combination.argv()]
     patch.setattr(sys, "argv", [combination.script + ".py", *argv])
+    AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
     code = 0
     try:
         importlib.import_module(combination.script).main()
@@ -301,7 +305,7 @@ def run_here(folder: Path, combination: Combination, data: Path, capfd, patch) -
 
 
 def test_a_few_combinations(tmp_path, capfd, monkeypatch):
-    rng, data = random.Random(10), tmp_path / "data"
+    rng, data = random.Random(13), tmp_path / "data"
     data.mkdir()
     write_data(data)
     combinations = [draw(rng) for _ in range(6)]

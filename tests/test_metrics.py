@@ -1,6 +1,7 @@
 """common/metrics.py against brute force, hand-computed vectors and hostile text. No GPU, ~5 s."""
 
 import errno
+import importlib
 import json
 import math
 import os
@@ -10,13 +11,14 @@ import subprocess
 import sys
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html.parser import HTMLParser
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -28,8 +30,11 @@ from common.metrics import (
     RunLog,
     before_after_table,
     credit_group,
+    credit_metrics,
     environment,
     eval_metrics,
+    hints,
+    log_completions,
     pass_at_k,
     report_run,
     rollout_metrics,
@@ -71,19 +76,17 @@ def test_eval_metrics_of_hand_counts():
 # --------------------------------------------------------------------------- weight_stats
 
 
-def stats_of(*weights: float) -> tuple[float, float, float]:
+def stats_of(*weights: float) -> tuple[float, float]:
     row = torch.tensor([weights])
     stats = weight_stats(row, torch.ones_like(row))
-    return tuple(stats[key].item() for key in ("gini", "effn", "top10_mass"))
+    return tuple(stats[key].item() for key in ("gini", "effn"))
 
 
 def test_weight_stats_of_hand_vectors():
-    assert stats_of(0.7, 0.7, 0.7, 0.7) == pytest.approx((0.0, 1.0, 0.25))
-    assert stats_of(0.0, 5.0, 0.0, 0.0) == pytest.approx((0.75, 0.25, 1.0))
+    assert stats_of(0.7, 0.7, 0.7, 0.7) == pytest.approx((0.0, 1.0))
+    assert stats_of(0.0, 5.0, 0.0, 0.0) == pytest.approx((0.75, 0.25))
     # [1, 2, 3, 4]: gini (-3*1 - 1*2 + 1*3 + 3*4) / (4 * 10); effn 100 / (4 * 30)
-    assert stats_of(3.0, 1.0, 4.0, 2.0) == pytest.approx((0.25, 5 / 6, 0.4))
-    # n = 11: ceil(11 / 10) = 2 largest of 1 ... 11, so 21 of 66
-    assert stats_of(*map(float, range(1, 12)))[2] == pytest.approx(21 / 66)
+    assert stats_of(3.0, 1.0, 4.0, 2.0) == pytest.approx((0.25, 5 / 6))
 
 
 def ragged(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,11 +103,10 @@ def ragged(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def naive_stats(row: list[float]) -> list[float]:
     n, total = len(row), sum(row)
     if n <= 1 or total == 0:
-        return [math.nan] * 3
+        return [math.nan] * 2
     ordered = sorted(row)
     gini = sum((2 * i - n - 1) * w for i, w in enumerate(ordered, start=1)) / (n * total)
-    effn = 1 / (n * sum((w / total) ** 2 for w in row))
-    return [gini, effn, sum(ordered[n - math.ceil(n / 10) :]) / total]
+    return [gini, 1 / (n * sum((w / total) ** 2 for w in row))]
 
 
 def test_weight_stats_equal_a_loop_over_ragged_rows():
@@ -112,7 +114,7 @@ def test_weight_stats_equal_a_loop_over_ragged_rows():
     stats = weight_stats(weights, mask)
     for b in range(len(weights)):
         expected = naive_stats(weights[b][mask[b]].tolist())
-        got = [stats[key][b].item() for key in ("gini", "effn", "top10_mass")]
+        got = [stats[key][b].item() for key in ("gini", "effn")]
         assert got == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True), b
 
 
@@ -155,10 +157,10 @@ class Micro:
     sampled_logp: torch.Tensor
     rewards: torch.Tensor
     advantages: torch.Tensor
-    logp: torch.Tensor
     base_logp: torch.Tensor | None
     entropy: torch.Tensor
     weights: torch.Tensor
+    loss_mask: torch.Tensor
     prompt_width: int = 2
 
     @property
@@ -179,10 +181,10 @@ def micro(rows: list[int], right: list[float], shape: list[float] | None = None,
     ids = torch.cat([torch.zeros(len(rows), 2), (places[:, None] + 1) * mask], 1).long()
     fields = {
         "ids": ids, "attention": torch.cat([torch.ones(len(rows), 2).bool(), mask], 1),
-        "truncated": places % 2 == 0, "logp": -noise * mask, "sampled_logp": -1.01 * noise * mask,
+        "truncated": places % 2 == 0, "sampled_logp": -noise * mask,
         "base_logp": -noise.sqrt() * mask, "entropy": 2 * noise * mask,
         "weights": (1 + noise) * mask, "rewards": rewards,
-        "advantages": rewards - rewards.mean(),
+        "advantages": rewards - rewards.mean(), "loss_mask": mask,
     }  # fmt: skip
     return Micro(rows=places, **(fields | more))
 
@@ -214,14 +216,16 @@ class Processes:
 
 
 def metrics_of(shares: list[list[Micro]]) -> list[dict]:
-    """rollout_metrics of processes with these micro-batches; process r has had r + 1 timeouts."""
+    """What processes log of a rollout: the first of each one's batches is its share as it was
+    sampled, the others are its micro-batches; process r has had r + 1 timeouts."""
     processes, results = Processes(len(shares)), [None] * len(shares)
 
     def work(rank: int) -> None:
         args = SimpleNamespace(num_generations=GROUP_SIZE)
         run = SimpleNamespace(args=args, accelerator=processes.accelerator(rank))
         run.grader = SimpleNamespace(timeouts=rank + 1)
-        results[rank] = rollout_metrics(run, shares[rank], 2.0)
+        whole, *micros = shares[rank]
+        results[rank] = rollout_metrics(run, whole, 2.0) | credit_metrics(run, micros)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(shares))]
     for thread in threads:
@@ -241,26 +245,31 @@ def share(rows: list[int], **more) -> Micro:
     return micro(rows, [RIGHT[r] for r in rows], shape, advantages=advantages, **more)
 
 
+def shares(*parts: list[int], **more) -> list[Micro]:
+    """A process's share of a rollout, which has these rows, and its micro-batches."""
+    return [share(sum(parts, []), **more), *(share(rows, **more) for rows in parts)]
+
+
 def test_rollout_metrics_of_hand_counts():
-    result = metrics_of([[share(list(range(16)))]])[0]
+    result = metrics_of([shares(list(range(16)))])[0]
     tokens = sum(r % 5 + 1 for r in range(16))
+    noise = [torch.rand(6, generator=seeded(r))[: r % 5 + 1] for r in range(16)]
     expected = {
         "reward_timeouts": 1, "reward": (10 + 2.8 + 4) / 16,
         "completion_length": tokens / 16, "truncated_share": 0.5, "zero_std_share": 0.5,
         "rollout_tokens": tokens, "tokens_per_second": tokens / 2,
+        "entropy": 2 * torch.cat(noise).mean().item(),
     }  # fmt: skip
     assert {name: result[name] for name in expected} == pytest.approx(expected)
-    one = share([3])  # of 4 tokens
-    result, mask = metrics_of([[share(list(range(8))), share(list(range(8, 16)))]])[0], one.mask[0]
-    assert 0 < result["weight_gini"] < 1 and result["kl"] > 0 and result["peak_memory_gb"] > 0
-    gap = max(share([r]).logp.abs().max().item() for r in range(16)) * 0.01
-    assert result["sampling_gap_max"] == pytest.approx(gap, rel=1e-4) and mask.sum() == 4
+    assert 0 < result["weight_gini"] < 1 and result["peak_memory_gb"] > 0
+    to_base = torch.cat(noise) - torch.cat(noise).sqrt()  # log-probs are -noise, and -its root
+    assert result["kl"] == pytest.approx((to_base.exp() - to_base - 1).mean().item(), rel=1e-5)
 
 
 def test_rollout_metrics_are_the_same_on_one_process_and_on_two():
     rows = [[0, 9, 2, 11], [4, 13, 6, 15], [1, 8, 3, 10], [5, 12, 7, 14]]
-    alone = metrics_of([[share(list(range(16)))]])[0]
-    two = metrics_of([[share(rows[0]), share(rows[1])], [share(rows[2]), share(rows[3])]])
+    alone = metrics_of([shares(list(range(16)))])[0]
+    two = metrics_of([shares(*rows[:2]), shares(*rows[2:])])
     assert [result.pop("reward_timeouts") for result in (alone, *two)] == [1, 3, 3]
     for result in (alone, *two):
         del result["peak_memory_gb"]
@@ -268,22 +277,21 @@ def test_rollout_metrics_are_the_same_on_one_process_and_on_two():
 
 
 def test_a_figure_that_nothing_has_is_left_out():
-    lonely = micro([0, 5], [0.0, 1.0], base_logp=None)  # one token each: nothing to concentrate on
-    more = micro([1, 2, 3, 4, 6, 7], [0.0] * 6, base_logp=None, advantages=torch.ones(6))
-    result = metrics_of([[lonely, more]])[0]
+    rows = [[0, 5], [1, 2, 3, 4, 6, 7]]  # 0 and 5 have a token each: nothing to concentrate on
+    result = metrics_of([shares(*rows, base_logp=None)])[0]
     assert "kl" not in result and "weight_gini" in result
     assert all(math.isfinite(value) for value in result.values())
+    result = metrics_of([[share(list(range(8))), share([0, 5])]])[0]
+    assert "weight_gini" not in result and "kl" in result
 
 
 def test_figures_of_credit_are_of_rows_that_have_some():
-    """A row without an advantage has weights of 1 whatever the method, and perhaps no KL."""
+    """A row without an advantage has weights of 1 whatever the method."""
     rows, idle = list(range(8)), share(list(range(8)))
-    idle.weights, idle.rows = idle.mask.float(), idle.rows + 8
-    idle.advantages, idle.base_logp = torch.zeros(8), torch.full_like(idle.logp, torch.nan)
-    alone, both = (metrics_of([micros])[0] for micros in ([share(rows)], [share(rows), idle]))
-    for name in ("kl", "weight_gini", "weight_effn"):
+    idle.weights, idle.rows, idle.advantages = idle.mask.float(), idle.rows + 8, torch.zeros(8)
+    alone, both = metrics_of([shares(rows)])[0], metrics_of([[*shares(rows), idle]])[0]
+    for name in ("weight_gini", "weight_effn"):
         assert both[name] == pytest.approx(alone[name]), name
-    assert both["rollout_tokens"] == 2 * alone["rollout_tokens"]
 
 
 def test_timed_adds_up():
@@ -292,6 +300,89 @@ def test_timed_adds_up():
         with timed(figures, name):
             sum(range(10_000))
     assert 1.0 < figures["seconds_score"] < 2.0 and 0 < figures["seconds_update"] < 1.0
+
+
+# --------------------------------------------------------------- what the policy wrote, and hints
+
+
+def run_of(folder: Path, *texts: str, main: bool = True, rollout: int = 0) -> SimpleNamespace:
+    """A run in groups of 2 whose tokenizer reads these texts, whatever the ids."""
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [*texts][: len(ids)])
+    args = SimpleNamespace(num_generations=2, output_dir=str(folder))
+    accelerator = SimpleNamespace(is_main_process=main)
+    more = {"tokenizer": tokenizer, "args": args, "accelerator": accelerator}
+    return SimpleNamespace(step=4, rollout=rollout, **more)
+
+
+CHAT = [{"role": "user", "content": "q\ud800"}]
+
+
+def test_completions_are_appended_by_the_main_process_alone(tmp_path):
+    batch, problems = micro([0, 1, 2], [1, 0, 0.0]), [Problem(CHAT, "7"), Problem("p", "8")] * 2
+    first, other = run_of(tmp_path, "a", "b", "c"), run_of(tmp_path, "a", "b", "c", main=False)
+    for run in (first, other):
+        log_completions(run, "greedy", batch, problems, [1.0, math.nan, 0.0])
+        log_completions(run, "train", batch, problems[1:], [1.0, 0.0, 0.0])
+    rows = strict(tmp_path / "completions.jsonl")
+    assert [row["kind"] for row in rows] == ["greedy"] * 2 + ["train"] * 2
+    assert rows[0] == {
+        "step": 4, "eval": True, "kind": "greedy", "prompt": CHAT, "answer": "7",
+        "completion": "a", "reward": 1.0, "truncated": True,
+    }  # fmt: skip
+    assert (rows[1]["reward"], rows[1]["truncated"]) == (None, False)
+    assert rows[2] | {"reward": 0} == {
+        "step": 5, "eval": False, "kind": "train", "prompt": "p", "answer": "8",
+        "completion": "a", "reward": 0, "truncated": True,
+    }  # fmt: skip
+
+
+FINE = {"zero_std_share": 0.0, "truncated_share": 0.0, "reward": 0.5}
+HINTS = {  # the figures, the first completion, whether it is cut off -> what is said
+    "all is well": (FINE, "", False, []),
+    "equal": (FINE | {"zero_std_share": 1.0}, "", False, ["equal rewards .all 0.50"]),
+    "cut off": (FINE | {"truncated_share": 0.4}, "", True, ["40% .* cut off .*_length$"]),
+    "no stop token": (FINE | {"truncated_share": 1.0}, "", True, ["100% .*never writes a stop"]),
+    "no box": (
+        FINE | {"reward": 0.0},
+        "It is 7.",
+        False,
+        ["no \\\\boxed.*system_prompt.*'It is 7"],
+    ),
+    "unended": (FINE | {"reward": 0.0}, "So we", True, ["first one \\(it is cut off\\): 'So we'"]),
+    "wrong": (FINE | {"reward": 0.0}, "\\boxed{6}", False, ["answer is wrong"]),
+    "long": (FINE | {"reward": 0.0}, "x" * 999, False, ["'x{300}'$"]),
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_say_why_a_first_rollout_teaches_nothing(tmp_path, name):
+    figures, text, cut, expected = HINTS[name]
+    batch = micro([0, 1], [0.0, 0.0], truncated=torch.tensor([cut, not cut]))
+    said = hints(run_of(tmp_path, text, "\\boxed{1}"), figures, batch)
+    assert len(said) == len(expected)
+    assert all(map(re.search, expected, said)), said
+    later = hints(run_of(tmp_path, text, "\\boxed{1}", rollout=1), figures, batch)
+    assert later == [hint for hint in said if "equal rewards" in hint]
+
+
+def test_a_run_that_earns_nothing_leaves_what_it_wrote_and_why(run_main, tmp_path):
+    code, _, err = run_main(max_steps=1, max_completion_length=4)
+    assert code == 0
+    rows = strict(tmp_path / "out/completions.jsonl")
+    steps = {(row["step"], row["kind"]) for row in rows}
+    assert steps == {(0, "greedy"), (0, "sampled"), (1, "train"), (1, "greedy"), (1, "sampled")}
+    assert all(row["reward"] == 0 and row["truncated"] and row["completion"] for row in rows)
+    page = " ".join((tmp_path / "out/credit.html").read_text().split())
+    assert "the rewards of every group were equal" in page and "completions.jsonl" in page
+    err = " ".join(err.split())
+    assert "every group has equal rewards (all 0.00)" in err and "never writes a stop token" in err
+    assert "no completion earns anything. The first one (it is cut off): " in err
+
+
+def test_a_run_of_no_steps_leaves_what_it_wrote_in_the_evaluation(run_main, tmp_path):
+    assert run_main(max_steps=0)[0] == 0
+    kinds = [row["kind"] for row in strict(tmp_path / "out/completions.jsonl")]
+    assert kinds == ["greedy"] * 2 + ["sampled"] * 2
 
 
 # ----------------------------------------------------------------------------- credit group
@@ -323,8 +414,6 @@ def summary_of(tmp_path: Path, group: dict) -> tuple[str, list[str]]:
 
 def test_credit_group_counts_the_whole_group_and_shows_four(tmp_path):
     right = RIGHT[:8]
-    group = group_of(micro([0, 9, 2, 11], [1, 1, 0, 1.0]), micro([1, 8, 3, 10], [0, 1, 1, 1.0]))
-    assert group == {}  # no group is whole
     group = group_of(micro(list(range(4, 8)), right[4:]), micro([3, 0, 1, 2], [0, 1, 0, 0.0]))
     assert (group["size"], group["correct"], group["step"], group["note"]) == (8, 2, 3, "")
     assert [c["reward"] for c in group["completions"]] == [1, 1, 0, 0]
@@ -336,6 +425,14 @@ def test_credit_group_counts_the_whole_group_and_shows_four(tmp_path):
     small = group_of(micro([0, 1, 2], [0, 1, 0.0]), size=3, problem=Problem([{"content": "q"}], ""))
     assert small["prompt"] == "q" and [c["reward"] for c in small["completions"]] == [1, 0, 0]
     assert summary_of(tmp_path, small)[0] == "Step 3 · 1 of 3 correct"
+
+
+def test_credit_group_may_be_in_part_elsewhere(tmp_path):
+    """Its other rows are another process's, or had no advantage."""
+    group = group_of(micro([6, 12, 5, 13], [0, 1, 1, 0.0]))
+    assert (group["size"], group["correct"]) == (8, None)
+    assert [c["tokens"][0]["text"] for c in group["completions"]] == ["<6>", "<7>"]
+    assert summary_of(tmp_path, group)[0] == "Step 3 · 8 completions, 2 shown"
 
 
 def test_credit_group_of_shaped_rewards_sorts_by_advantage(tmp_path):
@@ -377,8 +474,12 @@ def strict(path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
+def run_log(folder: Path | None, resume_step: int = 0, track=lambda *row: None, **flags) -> RunLog:
+    return RunLog(folder and str(folder), flags, resume_step, track)
+
+
 def test_run_log_writes_strict_json(tmp_path):
-    log = RunLog(str(tmp_path / "new" / "dir"))
+    log = run_log(tmp_path)
     log.write({"step": 0, "eval": EVAL})
     log.write(
         {
@@ -387,41 +488,57 @@ def test_run_log_writes_strict_json(tmp_path):
             "learning_rate": 1.23456789e-7, "nested": {"list": [-math.inf, 1]},
         }
     )  # fmt: skip
-    rows = strict(tmp_path / "new" / "dir" / "metrics.jsonl")
-    assert rows == log.rows and log.evals == [{"step": 0, "eval": EVAL}]
+    rows = strict(tmp_path / "metrics.jsonl")
+    assert rows == log.rows and rows[0] == {"step": 0, "eval": EVAL}
     assert rows[1] == {
         "step": 1, "loss": 0.123457, "kl": None, "entropy": None, "note": 'a "b"\n\ud800',
         "flag": True, "learning_rate": 1.23457e-7, "nested": {"list": [None, 1]},
     }  # fmt: skip
 
 
-def test_run_log_resume_drops_later_rows_and_a_torn_last_line(tmp_path):
-    log = RunLog(str(tmp_path))
+def test_run_log_resume_drops_later_rows_of_both_files_and_a_torn_last_line(tmp_path):
+    log, texts = run_log(tmp_path), tmp_path / "completions.jsonl"
     for step in range(6):
         if step % 2 == 0:
             log.write({"step": step, "eval": EVAL})  # after the checkpoint of that step
         log.write({"step": step + 1, "reward": step / 10})
+    kinds = [(step, kind) for step in range(6) for kind in ("greedy", "train")]
+    rows = [{"step": s + (k == "train"), "eval": k != "train", "kind": k} for s, k in kinds]
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 6, "rew')
-    resumed = RunLog(str(tmp_path), None, resume_step=4)
+    texts.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 0')
+    resumed = run_log(tmp_path, 4)
     assert [row["step"] for row in strict(path) if "reward" in row] == [1, 2, 3, 4]
-    assert [row["step"] for row in resumed.evals] == [0, 2]  # step 4 is evaluated again
+    assert [row["step"] for row in strict(path) if "eval" in row] == [0, 2]  # 4 is evaluated again
+    assert strict(texts) == rows[:8]
     resumed.write({"step": 5, "reward": 1.0})
     assert resumed.rows == strict(path) and resumed.rows[-1]["reward"] == 1.0
-    again = RunLog(str(tmp_path), None, resume_step=99)
+    again = run_log(tmp_path, 99)
     assert again.rows == resumed.rows and strict(path) == resumed.rows
 
 
-@pytest.mark.parametrize("line", ['{"st', "5", "null", "[]", "{}", '{"step": "a"}', "\xff"])
-def test_run_log_starts_anew_without_resume_and_refuses_a_broken_middle(tmp_path, line):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + line.encode("latin-1") + b'\n{"step": 3}\n')
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        RunLog(str(tmp_path), None, resume_step=3)
+JUNK = ["", " ", '{"st', "5", "null", "[]", "{}", '{"step": "a"}', '{"step": null}', "\xff"]
+
+
+@pytest.mark.parametrize("line", JUNK)
+def test_run_log_leaves_out_what_is_no_row_and_starts_anew_without_resume(tmp_path, line):
+    path, texts = tmp_path / "metrics.jsonl", tmp_path / "completions.jsonl"
+    for file in (path, texts):
+        file.write_bytes(b'{"step": 1}\n' + line.encode("latin-1") + b'\n{"step": 3}\n')
+    assert run_log(tmp_path, 3).rows == strict(path) == strict(texts) == [{"step": 1}, {"step": 3}]
     path.write_bytes(b'{"step": 1}\n' + line.encode("latin-1"))  # the last one may be torn
-    assert RunLog(str(tmp_path), None, resume_step=3).rows == [{"step": 1}]
-    assert RunLog(str(tmp_path)).rows == [] and path.read_text() == ""
-    assert RunLog(str(tmp_path / "none"), resume_step=3).rows == []  # nothing to resume from
+    assert run_log(tmp_path, 3).rows == [{"step": 1}]
+    assert run_log(tmp_path).rows == [] and path.read_text() == texts.read_text() == ""
+    path.unlink()
+    assert run_log(tmp_path, 3).rows == []  # nothing to resume from
+
+
+def test_a_run_log_whose_rows_were_edited_still_ends_in_a_report(tmp_path, quick_curves):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    log = run_log(tmp_path, 1)
+    log.write({"step": 1, "eval": EVAL})
+    config = {"output_dir": str(tmp_path), "run_name": "t"}
+    assert "summary.json" in report_run(config, log, [])
 
 
 def test_run_log_tracks_every_row_after_it_is_written(tmp_path):
@@ -433,15 +550,15 @@ def test_run_log_tracks_every_row_after_it_is_written(tmp_path):
         if step == 2:
             raise ConnectionError("a tracker's")
 
-    log = RunLog(str(tmp_path), None, 0, track)
+    log = run_log(tmp_path, track=track)
     log.write({"step": 1, "eval": {"pass@2": 0.5}})
     with pytest.raises(ConnectionError):
         log.write({"step": 2, "reward": torch.tensor(0.5)})
     assert seen == [({"eval/pass@2": 0.5}, 1), ({"reward": 0.5}, 2)]
     assert [row["step"] for row in log.rows] == [1, 2]
-    silent = RunLog(None, {}, 5, lambda figures, step: seen.append(step))  # another process's
+    silent = run_log(None, 5, lambda figures, step: seen.append(step))  # another process's
     silent.write({"step": 6, "eval": EVAL})
-    assert seen[-1] == 6 and len(silent.evals) == 1
+    assert seen[-1] == 6 and len(silent.rows) == 1
 
 
 @pytest.mark.parametrize("what", ["an evaluation", "a file that cannot be written"])
@@ -451,7 +568,7 @@ def test_lines_begin_on_a_line_of_their_own_beside_a_bar(tmp_path, capfd, what):
         bar.update()
         before = capfd.readouterr().err
         if what == "an evaluation":
-            RunLog(str(tmp_path)).write({"step": 1, "eval": {"pass@2": None, "pass@4": 0.5}})
+            run_log(tmp_path).write({"step": 1, "eval": {"pass@2": None, "pass@4": 0.5}})
         else:
             (tmp_path / "summary.json").mkdir()
             report(tmp_path)
@@ -470,7 +587,7 @@ def test_lines_begin_on_a_line_of_their_own_beside_a_bar(tmp_path, capfd, what):
 def test_config_holds_the_flags_and_what_else_figures_depend_on(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo_x.py", "--learning_rate", "1.23456789e-7"])
     flags = {"learning_rate": 1.23456789e-7, "name": 'a "b"\n\ud800', "none": None}
-    RunLog(str(tmp_path), flags)
+    run_log(tmp_path, **flags)
     config = json.loads((tmp_path / "config.json").read_text())
     facts = config.pop("environment")
     assert config == flags
@@ -689,7 +806,8 @@ def test_page_survives_numbers_that_are_not(tmp_path, value):
 
 def test_page_without_samples_and_the_size_of_a_big_one(tmp_path):
     write_credit_page(str(tmp_path / "credit.html"), "t", [])
-    assert "No samples." in Page(tmp_path / "credit.html").text
+    text = " ".join(Page(tmp_path / "credit.html").text.split())
+    assert "the rewards of every group were equal" in text and "completions.jsonl" in text
     token = {"text": " word&", "weight": 1.23, "entropy": 0.12, "logp": -0.12}
     completion = {"reward": 1.0, "advantage": 1.0, "truncated": False, "tokens": [token] * 500}
     group = {"prompt": "p", "answer": "a", "step": 0, "completions": [completion] * 8}
@@ -714,33 +832,84 @@ def test_before_after_table_is_aligned_and_in_points():
     assert before_after_table({}, {})
 
 
-def card_of(tmp_path: Path, base: str, before: dict, after: dict, **flags: object) -> ModelCard:
-    config = {"model_name_or_path": base, "credit": "arca"} | flags
+BASE = {  # the flags that a card is made of
+    "model_name_or_path": "org/base", "model_revision": "main", "credit": "arca",
+    "load_in_4bit": True, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def card_of(tmp_path: Path, before: dict, after: dict, **flags: object) -> ModelCard:
+    config = BASE | flags
     write_model_card(str(tmp_path / "README.md"), config, before, after)
     return ModelCard.load(tmp_path / "README.md")
 
 
 def test_model_card_says_what_the_adapter_is(tmp_path):
-    card = card_of(tmp_path, "org/base", EVAL, EVAL | {"pass@4": 0.75}, lr=1e-5)
+    card = card_of(tmp_path, EVAL, EVAL | {"pass@4": 0.75}, lr=1e-5)
     assert card.data.to_dict() == {
         "base_model": "org/base", "library_name": "peft", "tags": ["grpo", "lora", "arca"],
     }  # fmt: skip
     assert card.text.startswith("\n# LoRA adapter for org/base: GRPO with `arca` token credit\n")
-    assert "AutoPeftModelForCausalLM.from_pretrained" in card.text
     assert re.search(r"pass@4 +60.0% +75.0% +\+15.0\n", card.text) and "\n--lr 1e-05\n" in card.text
 
 
 @pytest.mark.parametrize("base", ['org/na"me: x\n---\n# no', "a: [b", "\ud800'\n```\n", "naïve 🙂"])
 def test_model_card_of_hostile_names_has_valid_front_matter_and_whole_blocks(tmp_path, base):
-    card = card_of(tmp_path, base, {}, {}, note="```\n# no", dir=Path("a"))
+    card = card_of(tmp_path, {}, {}, model_name_or_path=base, note="```\n# no", dir=Path("a"))
     seen = card.data.base_model.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert seen == base.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    assert card.text.count("\n```") == 6 and "\n# no" not in card.text
+    assert card.text.count("\n```") == 8 and "\n# no" not in card.text
+
+
+@pytest.mark.parametrize("in_4_bits", [True, False])
+def test_the_cards_code_loads_what_was_trained(tmp_path, make_run, in_4_bits):
+    run, ids = make_run(load_in_4bit=in_4_bits), torch.arange(3, 27).view(2, 12)
+    run.model.save_pretrained(tmp_path)
+    card_of(tmp_path, EVAL, EVAL, **asdict(run.args))
+    code = re.findall("```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    assert len(code) == 1 + in_4_bits
+    expected, names = run.model.eval()(ids).logits, {}
+    for block in code:
+        exec(block.replace("path/to/this/folder", str(tmp_path)), names)
+        for module in names["model"].modules():  # else a CPU with AVX512-BF16 rounds to bf16
+            module.support_avx512bf16_for_cpu = False
+        torch.testing.assert_close(names["model"](ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+# ----------------------------------------------------------------------------- METRICS.md
+def keys_on_the_page(script: str) -> set[str]:
+    """First cells of the tables, without those under another script's heading."""
+    page = (ROOT / "common/METRICS.md").read_text(encoding="utf-8")
+    sections = re.split(r"^##+ ", page, flags=re.MULTILINE)
+    its = [x for x in sections if not x.startswith("Only") or x.startswith(f"Only `{script}.py`")]
+    keys = [key for section in its for key in re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)]
+    assert len(keys) == len(set(keys)) > 20
+    return set(keys)
+
+
+@pytest.mark.parametrize("script", ["grpo_arca", "grpo_oar", "grpo_strace"])
+def test_metrics_md_names_what_a_script_logs_and_nothing_else(
+    run_main, monkeypatch, tmp_path, script
+):
+    module = importlib.import_module(script)
+    monkeypatch.setattr(conftest, "trainer", module)  # whose `main` run_main starts
+    monkeypatch.setattr(module, "load_data", conftest.load_data_once)
+    flags = {"max_steps": 2, "num_iterations": 2, "num_generations_eval": 2}
+    flags |= {"per_device_train_batch_size": 16, "max_completion_length": 80}
+    flags |= {"beta": 0.0 if script == "grpo_arca" else 0.01}  # ARCA has the KL without it
+    code, _, err = run_main(**flags)
+    assert code == 0, err
+    updates = [row for row in strict(tmp_path / "out/metrics.jsonl") if "reward" in row]
+    evals = [row["eval"] for row in strict(tmp_path / "out/metrics.jsonl") if "eval" in row]
+    assert len(updates) == 2 and updates[0].keys() == updates[1].keys()
+    logged = updates[0].keys() - {"step"} | {f"eval/{key}" for key in evals[0]}
+    logged = {re.sub("accuracy_reward", "<function>", key) for key in logged}
+    assert {re.sub("@2", "@<k>", key) for key in logged} == keys_on_the_page(script)
 
 
 # ------------------------------------------------------------------------------ the report
 
-FILES = ("summary.json", "completions.jsonl", "adapter/README.md", "curves.png", "credit.html")
+FILES = ("summary.json", "adapter/README.md", "curves.png", "credit.html")
 TOKEN = {"text": "7", "weight": 1.0, "entropy": 0.5, "logp": -0.5}
 COMPLETION = {"reward": 1.0, "advantage": 0.7, "truncated": False, "tokens": [TOKEN]}
 GROUP = {"prompt": "p", "answer": "7", "step": 1, "completions": [COMPLETION]}
@@ -748,9 +917,9 @@ GROUP = {"prompt": "p", "answer": "7", "step": 1, "completions": [COMPLETION]}
 
 def report(folder: Path, groups: list[dict] = [GROUP]) -> str:  # noqa: B006
     (folder / "adapter").mkdir(parents=True, exist_ok=True)
-    config = {"credit": "arca", "model_name_or_path": "org/base", "run_name": "t"}
+    config = BASE | {"run_name": "t"}
     rows = [full_row(step) | {"rollout_tokens": 5} for step in (1, 2)]
-    log = SimpleNamespace(rows=[*rows, {"step": 2, "eval": EVAL}], evals=[{"eval": EVAL}])
+    log = SimpleNamespace(rows=[*rows, {"step": 2, "eval": EVAL}])
     return report_run(config | {"output_dir": str(folder)}, log, groups)
 
 
@@ -779,14 +948,13 @@ def test_report_writes_every_file_and_says_nothing(tmp_path, capfd):
 @pytest.mark.usefixtures("quick_curves")
 def test_report_of_a_run_sums_up_its_log(tmp_path):
     (tmp_path / "adapter").mkdir()
-    log, seconds = RunLog(str(tmp_path)), {"seconds_score": 1.0, "seconds_update": 0.5}
+    log, seconds = run_log(tmp_path), {"seconds_score": 1.0, "seconds_update": 0.5}
     log.write({"step": 0, "eval": EVAL})
     for step in (1, 2, 3, 4):  # two updates a rollout
         rollout = {"seconds_rollout": 2.0 * (step % 2), "rollout_tokens": 7, "reward": 0.5}
         log.write({"step": step} | seconds | rollout)
     log.write({"step": 4, "eval": EVAL | {"pass@4": 0.75}})
-    config = {"credit": "arca", "model_name_or_path": "org/base", "output_dir": str(tmp_path)}
-    text = report_run(config | {"run_name": "t"}, log, [GROUP])
+    text = report_run(BASE | {"output_dir": str(tmp_path), "run_name": "t"}, log, [GROUP])
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.pop("seconds") > 0.1
     assert summary == {
@@ -794,11 +962,7 @@ def test_report_of_a_run_sums_up_its_log(tmp_path):
         "seconds_per_step": 2.5,
     }  # fmt: skip
     assert "+15.0" in text and str(tmp_path / "summary.json") in text
-    (row,) = strict(tmp_path / "completions.jsonl")
-    assert row == {
-        "step": 1, "prompt": "p", "answer": "7", "reward": 1.0, "advantage": 0.7,
-        "truncated": False, "completion": "7",
-    }  # fmt: skip
+    assert (tmp_path / "completions.jsonl").read_text() == ""  # that is written along the way
 
 
 @pytest.mark.parametrize("name", FILES)

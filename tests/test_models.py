@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from conftest import TINY, randomise_adapter
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -148,6 +149,7 @@ def arguments(module, folder: str, **flags):
 
 def start(folder: str, module=grpo_arca, **flags):
     """What a run does before its first step; then the adapter is made to act."""
+    AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
     run = module.build_run(arguments(module, folder, **flags), TOKENIZER)
     module.check_model(run, LONG)
     randomise_adapter(run.model)
@@ -155,18 +157,19 @@ def start(folder: str, module=grpo_arca, **flags):
 
 
 @torch.no_grad()
-def stock_logp(run, batch):
-    """Log-probs [B, T] of the completions by the stock model: row by row, eager, no cache."""
-    base, result = run.model.get_base_model(), torch.zeros(batch.mask.shape)
+def stock(run, batch):
+    """Log-probs and entropies [B, T] of the completions by the stock model: row by row, eager, no
+    cache."""
+    base, (result, entropy) = run.model.get_base_model(), torch.zeros(2, *batch.mask.shape)
     attention = base.config._attn_implementation
     base.set_attn_implementation("eager")
     for row, (ids, real, mask) in enumerate(zip(batch.ids, batch.attention, batch.mask)):
         ids, length = ids[real], int(mask.sum())
-        logp = base(ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-        logp = logp[:-1].gather(1, ids[1:, None]).squeeze(1)
-        result[row, :length] = logp[-length:]
+        logp = base(ids[None], use_cache=False).logits[0, -length - 1 : -1].float().log_softmax(-1)
+        result[row, :length] = logp.gather(1, ids[-length:, None]).squeeze(1)
+        entropy[row, :length] = -(logp.exp() * logp).sum(-1)
     base.set_attn_implementation(attention)
-    return result
+    return result, entropy
 
 
 def answered_batch(module, advantages=(0.9, -0.8, 0.7)):
@@ -181,13 +184,14 @@ def answered_batch(module, advantages=(0.9, -0.8, 0.7)):
     tensors = dict(ids=ids, attention=attention, truncated=torch.zeros(3, dtype=torch.bool))
     tensors |= dict(advantages=torch.tensor(advantages), rewards=torch.ones(3))
     tensors |= dict(loss_mask=attention[:, width:], sampled_logp=torch.zeros(3, length))
+    tensors |= dict(entropy=torch.rand(3, length, generator=torch.Generator().manual_seed(0)))
     return module.Batch(rows=torch.arange(3), prompt_width=width, **tensors)
 
 
 def with_method(run, credit: str):
     """The run, as the script that has this method would have built it."""
     module, args = METHODS[credit], run.args
-    same = {name: getattr(args, name) for name in ("load_in_4bit", "rollout_weights")}
+    same = {name: getattr(args, name) for name in ("load_in_4bit", "rollout_weights", "dtype")}
     args = arguments(module, args.model_name_or_path, credit=credit, **same)
     return module.Run(args, *[getattr(run, field.name) for field in fields(run)][1:])
 
@@ -208,16 +212,18 @@ def check_greedy(run):
 
 
 def check_samples(run):
-    """Sampled = trained = stock log-probs, where rows stop early and `keep` drops them."""
+    """Sampled = trained = stock log-probs, and sampled = stock entropies, where rows stop early
+    and `keep` drops them."""
     often = replace(run, eos_ids=torch.arange(3, 70))
     u = grpo_arca.row_uniforms(run.args, "test", 0, torch.arange(3), LENGTH)
     batch = grpo_arca.sample(often, torch.arange(3), PROMPTS, u)
     assert batch.mask.sum(1).unique().numel() > 1  # of different lengths
     run.policy.eval()
     with torch.no_grad():
-        trained = run.policy(batch).logp
-    torch.testing.assert_close(batch.sampled_logp, trained, atol=1e-4, rtol=0)
-    torch.testing.assert_close(trained, stock_logp(run, batch), atol=1e-4, rtol=0)
+        trained, _ = run.policy(batch)
+    logp, entropy = stock(run, batch)
+    for ours, theirs in (batch.sampled_logp, logp), (trained, logp), (batch.entropy, entropy):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
 def check_credit(run, credit: str):
@@ -225,7 +231,9 @@ def check_credit(run, credit: str):
     module, run = METHODS[credit], with_method(run, credit)
     batch, metrics = answered_batch(module), {}
     module.score(run, [batch], metrics)
-    torch.testing.assert_close(batch.logp, stock_logp(run, batch), atol=1e-4, rtol=0)
+    with torch.no_grad():
+        trained, _ = run.policy.eval()(batch)
+    torch.testing.assert_close(trained, stock(run, batch)[0], atol=1e-4, rtol=0)
     assert batch.scores.isfinite().all() and batch.weights.isfinite().all()
     assert batch.weights[batch.mask].std() > 0.01 and metrics.get("no_answer_share", 0) == 0
     change = module.update(run, [batch])
@@ -277,13 +285,13 @@ def test_refused_with_a_sentence(save_model, family, capsys):
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma3_text", "qwen3_5_text"])
-def test_right_with_the_adapter_unmerged(save_model, family):
-    check_greedy(run := start(save_model(family), rollout_weights="adapter"))
+def test_right_where_rollouts_compute_with_nf4(save_model, family):
+    check_greedy(run := start(save_model(family), rollout_weights="quantized"))
     check_samples(run)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["merged", "adapter"])
+@pytest.mark.parametrize("weights", ["dense", "quantized"])
 @pytest.mark.parametrize("bits", [True, False])
 @pytest.mark.parametrize("family", RIGHT | EXPERTS)
 def test_right_in_every_way(save_model, family, bits, weights, capsys):
@@ -339,9 +347,8 @@ def test_oar_p_is_that_of_whole_forwards(save_model, family):
 def test_oar_g_reads_the_same_twice_but_for_the_noise(save_model, family):
     """Also where a family scales embeddings, and in bf16, whose rounding is larger than the noise:
     almost no noise, almost no scores."""
-    run, means = with_method(start(save_model(family), load_in_4bit=False), "oar_g"), []
-    run.model.to(torch.bfloat16)
-    run.accelerator.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+    run = start(save_model(family), load_in_4bit=False, dtype="bfloat16")
+    run, means = with_method(run, "oar_g"), []
     for noise in (1e-1, 1e-9):
         run.args.oar_noise_std, batch = noise, answered_batch(grpo_oar)
         grpo_oar.score(run, [batch], {})
@@ -370,10 +377,10 @@ def test_check_sees_attention_without_what_a_family_adds(save_model, capsys, mon
             layer.self_attn.sinks.requires_grad_(False).fill_(-1e9)
         return run
 
-    def stock(run, batch):
+    def stock(run, batch, logp):
         for layer in run.model.get_base_model().base_model.layers:
             layer.self_attn.sinks.fill_(1.0)
-        return gap(run, batch)
+        return gap(run, batch, logp)
 
     gap = grpo_arca.gap_to_stock
     monkeypatch.setattr(grpo_arca, "build_run", build_without_sinks)

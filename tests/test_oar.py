@@ -60,7 +60,7 @@ def make_batch(completions: list[list[int]], prompts=None, advantages=None, rows
         columns = slice(width - len(prompt), width + len(completion))
         ids[i, columns], attention[i, columns] = torch.tensor(prompt + completion), True
     batch = random_batch(trainer, rows=len(completions), prompt=width, length=length)
-    unscored = dict.fromkeys(("logp", "base_logp", "entropy", "scores", "credit", "weights"))
+    unscored = dict.fromkeys(("old_logp", "base_logp", "scores", "credit", "weights"))
     rows = batch.rows if rows is None else rows
     advantages = batch.advantages if advantages is None else torch.tensor(advantages)
     given = {"ids": ids, "attention": attention, "loss_mask": attention[:, width:]}
@@ -87,6 +87,14 @@ def reference_answer(run, rows, answer, mode):
     if mode == "answer_mean":
         return (logits.mean(1) / run.args.temperature).log_softmax(-1)
     return torch.stack([logp[:, j, a] for j, a in enumerate(answer)]).mean(0)[:, None]
+
+
+def as_fp32(run):
+    """The run, with its weights as they are, to compute in fp32 from now on."""
+    for layer in run.model.float().modules():
+        if hasattr(layer, "compute_dtype"):
+            layer.compute_dtype = torch.float32
+    return run
 
 
 def reference_parts(run, prompt, parts):
@@ -191,33 +199,36 @@ def compare(batch, reference, tolerance: float = 1e-4) -> None:
 # --------------------------------------------------------------------------------------------------
 # Scores
 # --------------------------------------------------------------------------------------------------
+DTYPES = ("float32", "bfloat16")
 SLOW_MODES = [pytest.param(x, marks=pytest.mark.slow) for x in ("answer_mean", "answer_joint")]
 
 
+@pytest.mark.parametrize("weights", ["dense", "quantized"])
 @pytest.mark.parametrize("mode", ["last", *SLOW_MODES])
-def test_oar_p_equals_whole_forwards(make_run, mode):
-    """Prefixes from the cache, with merged weights and with the adapter, against one whole forward
-    a row; a budget of few rows as well."""
+def test_oar_p_equals_whole_forwards(make_run, mode, weights):
+    """Prefixes from the cache against one whole forward a row; a budget of few rows as well."""
     budget = {"last": 16384, "answer_mean": 500, "answer_joint": 1}[mode]
     run = make_run(
-        trainer, credit="oar_p", oar_answer_mode=mode, temperature=0.7,
+        trainer, credit="oar_p", oar_answer_mode=mode, temperature=0.7, rollout_weights=weights,
         oar_max_tokens_per_micro_batch=budget,
-        rollout_weights="merged" if mode == "last" else "adapter",
     )  # fmt: skip
     prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
     metrics = score(run, batch)
+    as_fp32(run)
     compare(batch, lambda row, parts: reference_oar_p(run, prompts[row], parts, mode).float())
     assert metrics["no_answer_share"] == pytest.approx(5 / 20)
 
 
-@pytest.mark.parametrize("weights", ["merged", pytest.param("adapter", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("noise, tolerance", [(0.05, 1e-4), (1e-3, 4e-3)])
-def test_oar_g_equals_one_backward_a_completion(make_run, noise, tolerance, weights):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("noise, tolerance", [(0.05, 2e-4), (1e-3, 4e-3)])
+def test_oar_g_equals_one_backward_a_completion(make_run, noise, tolerance, dtype):
     """The gradient is the difference of two distributions. At the default noise they agree in 3 to
-    5 digits, and of those that fp32 has any two orders of summation share the rest only."""
-    run = make_run(trainer, temperature=0.7, oar_noise_std=noise, rollout_weights=weights)
+    5 digits, and of those that fp32 has any two orders of summation share the rest only. In bf16
+    they would share none: a policy in bf16 is scored in fp32, too."""
+    run = make_run(trainer, temperature=0.7, oar_noise_std=noise, dtype=dtype)
     prompts, batch = all_prompts(), make_batch([tokens(p) for p in COMPLETIONS])
     score(run, batch)
+    as_fp32(run)
 
     def reference(row, parts):
         return reference_oar_g(run, row, prompts[row], parts).float()
@@ -259,6 +270,25 @@ def test_batched_equals_one_by_one_in_any_order(make_run, credit):
         assert (gap <= 3e-4 * whole.scores[row].max().clamp(min=0)).all()
         gap = (single.weights[0] - whole.weights[row, :length]).abs()
         assert gap.max() < 1e-2 and gap.mean() < 1e-3  # tau near 0 is steep
+
+
+def test_another_completions_long_answer_leaves_no_token_out(make_run):
+    """All end in one column, so where an answer is longer than another completion's prompt,
+    reasoning and answer, there are columns between the two reasonings that are in neither."""
+    run = make_run(trainer, credit="oar_p", oar_answer_mode="answer_mean")
+    short, prompt = ("gives 21. So the answer is \\boxed{", "21", "}."), encode(PROMPTS[1])
+    alone = make_batch([tokens(short)], [prompt], [1.0])
+    score(run, alone)
+    count = len(encode(short[0]))
+    assert alone.scores[0, 0] == alone.scores.max()  # what would be left out counts
+    for more in range(4):  # columns of reasoning before the gap
+        long = ("a" * more + "\\boxed{", "7" * 120, "}")
+        beside = make_batch([tokens(short), tokens(long)], [prompt] * 2, [1.0, -1.0])
+        probes = trainer.find_probes(run, beside, [0, 1])
+        assert (probes.reasoning.any(0).nonzero().diff(dim=0) > 1).any()
+        score(run, beside)
+        gap = (beside.scores[0, :count] - alone.scores[0, :count]).abs().max()
+        assert gap <= 1e-4 * alone.scores.max(), more
 
 
 @pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
@@ -306,10 +336,13 @@ def test_only_the_reasoning_gets_noise(make_run, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # What attribution must not touch, and what it may cost
 # --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("credit", ["oar_p", "oar_g"])
-def test_no_parameter_notices(make_run, credit, checkpointing):
-    run = make_run(trainer, credit=credit, gradient_checkpointing=checkpointing)
+def test_no_parameter_notices(make_run, credit, checkpointing, dtype):
+    run = make_run(trainer, credit=credit, gradient_checkpointing=checkpointing, dtype=dtype)
+    kept = {torch.float32, getattr(torch, dtype)}  # LoRA is in fp32
+    assert {p.dtype for p in run.model.parameters() if p.is_floating_point()} == kept
     batch = make_batch([tokens(p) for p in COMPLETIONS[:8]])
     trained = [p for p in run.model.parameters() if p.requires_grad]
     for i, parameter in enumerate(trained[::2]):
@@ -322,10 +355,10 @@ def test_no_parameter_notices(make_run, credit, checkpointing):
     ):
         assert parameter.requires_grad == required and parameter.grad is grad
         assert grad is None or torch.equal(grad, value)
-        assert torch.equal(parameter, data)
+        assert parameter.dtype == data.dtype and torch.equal(parameter, data)
     for module in run.model.modules():  # only whole layers, where these are to be checkpointed
         assert not module.training or getattr(module, "gradient_checkpointing", False)
-        assert "forward" not in vars(module)  # nothing is merged any more
+        assert getattr(module, "compute_dtype", run.args.dtype) in (dtype, getattr(torch, dtype))
     assert torch.is_grad_enabled()
 
 
@@ -334,21 +367,19 @@ def test_no_score_is_made_with_dropout(make_run, credit):
     """Also not after a second iteration's old log-probs, which are made with it."""
     results = []
     for iterations in (1, 2):
-        how = {"lora_dropout": 0.5, "num_iterations": iterations, "rollout_weights": "adapter"}
+        how = {"lora_dropout": 0.5, "num_iterations": iterations}
         batch = make_batch([tokens(p) for p in COMPLETIONS[:2]])
         score(make_run(trainer, credit=credit, **how), batch)
         results.append(batch.scores)
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("weights", ["merged", "adapter"])
-def test_gradient_checkpointing_recomputes_and_changes_nothing(make_run, weights):
+def test_gradient_checkpointing_recomputes_and_changes_nothing(make_run):
     results, calls = [], []
     for checkpointing in (False, True):
         run = make_run(
-            trainer, gradient_checkpointing=checkpointing, lora_dropout=0.5, oar_noise_std=0.01,
-            rollout_weights=weights,
-        )  # fmt: skip
+            trainer, gradient_checkpointing=checkpointing, lora_dropout=0.5, oar_noise_std=0.01
+        )
         layer = run.model.get_base_model().base_model.layers[0]
         calls.append(0)
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
@@ -588,14 +619,14 @@ def test_uniform_is_plain_grpo_to_the_bit(make_run, monkeypatch):
     batch = make_batch([tokens(p) for p in COMPLETIONS[:8]])
     assert score(run, batch).get("no_answer_share", 0) == 0  # nobody was asked
     assert torch.equal(batch.weights, batch.mask.float())
-    log_ratio = torch.randn(batch.logp.shape) * 0.3
+    old_logp, log_ratio = -torch.rand(batch.mask.shape), torch.randn(batch.mask.shape) * 0.3
     weight, advantages = trainer.surrogate_terms(run.args, batch, log_ratio)
     assert weight is log_ratio
     assert torch.equal(advantages, batch.advantages[:, None] * batch.mask)
     scale = trainer.token_scale(run.args, batch.loss_mask, len(batch.rows), 0)
-    loss, _ = trainer.policy_loss(run.args, batch, batch.logp + log_ratio, batch.logp, scale)
-    plain = replace(batch, credit=torch.ones_like(batch.logp))  # no weights at all
-    again, _ = trainer.policy_loss(run.args, plain, batch.logp + log_ratio, batch.logp, scale)
+    loss, _ = trainer.policy_loss(run.args, batch, old_logp + log_ratio, old_logp, scale)
+    plain = replace(batch, credit=torch.ones_like(old_logp))  # no weights at all
+    again, _ = trainer.policy_loss(run.args, plain, old_logp + log_ratio, old_logp, scale)
     assert torch.equal(loss, again)
 
 

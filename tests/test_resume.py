@@ -3,16 +3,18 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN
+from conftest import ROOT, TINY, TINY_RUN, random_batch
 
 import grpo_arca as trainer
 
@@ -114,7 +116,10 @@ def test_a_signal_lets_the_rollout_end_and_saves(run_main, monkeypatch, tmp_path
         patch.setattr(trainer, "collect", interrupted)
         code, out, err = run_main(**SHORT | {"steps_per_generation": 2, "save_steps": 0})
     assert code == 0 and "Traceback" not in err, err
-    assert "interrupted, saved out/checkpoint-2; go on with\ngrpo_arca.py" in out
+    assert err.count("saving after this rollout, then ending; again: ending at once\n") == 1
+    command = Path("/proc/self/cmdline").read_text().split("\0")[:-1]  # in which main ran
+    again = shlex.join([*command, "--resume_from_checkpoint", "latest"])
+    assert out.endswith(f"interrupted, saved out/checkpoint-2; go on with\n{again}\n")
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").open()]
     assert steps[-1] == 2 and not (tmp_path / "out/summary.json").exists()
 
@@ -167,13 +172,35 @@ def test_killed_and_resumed_is_the_same_run(runs, script):
 def test_a_signal_saves_and_says_how_to_go_on(runs):
     """At the end of the rollout that it came in; a second one ends the run at once."""
     said = (runs / "once/stdout.txt").read_text()
-    assert "interrupted, saved out/checkpoint-4; go on with\ngrpo_arca.py" in said
-    assert "--resume_from_checkpoint latest" in said
+    assert "interrupted, saved out/checkpoint-4; go on with\n" in said
+    assert said.endswith("--resume_from_checkpoint latest\n")
     assert "Traceback" not in stderr(runs / "once") + stderr(runs / "twice")
     assert not list((runs / "twice/out").glob("checkpoint-*"))
     whole, resumed = outcome(runs / "grpo_arca/whole"), outcome(runs / "once")
     for name in ("metrics", "summary", "completions", "adapter"):
         assert whole[name] == resumed[name], name
+
+
+@pytest.mark.slow
+def test_the_command_that_it_says_goes_on(runs, tmp_path):
+    """Pasted into a shell, from where the first one was given."""
+    argv = case(tmp_path / "folder with blanks", save_steps=0, system_prompt="it's a $test")["argv"]
+    whole = case(tmp_path / "whole", save_steps=0, system_prompt="it's a $test")
+    where = {"cwd": tmp_path / "folder with blanks", "text": True, "stdout": subprocess.PIPE}
+    command, log = [sys.executable, str(ROOT / "grpo_arca.py"), *argv], where["cwd"] / "out"
+    with subprocess.Popen(command, **where) as process:
+        deadline = time.monotonic() + 120
+        while not (log / "metrics.jsonl").exists() or not (log / "metrics.jsonl").read_text():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        said, again = process.communicate(timeout=120)[0].split("; go on with\n")
+    assert process.returncode == 0 and "interrupted, saved out/checkpoint-4" in said
+    subprocess.run(again, shell=True, check=True, timeout=120, **where)
+    assert run(tmp_path, [whole]) == ["0"]
+    first, second = outcome(tmp_path / "whole"), outcome(where["cwd"])
+    for name in ("metrics", "completions", "adapter"):
+        assert first[name] == second[name], name
 
 
 @pytest.mark.slow
@@ -194,6 +221,7 @@ def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(runs):
 def first(make_run, tmp_path_factory):
     """A run with a checkpoint-0. What is refused leaves it as good as it was."""
     run = make_run(output_dir=tmp_path_factory.mktemp("first"))
+    trainer.update(run, [random_batch()])  # so that the optimiser has a state
     trainer.save_checkpoint(run)
     return run
 
@@ -204,7 +232,8 @@ def saved(first, tmp_path):
     shutil.copytree(first.args.output_dir, tmp_path, dirs_exist_ok=True)
     asked = str(tmp_path / "checkpoint-0") + "/"
     args = replace(first.args, output_dir=str(tmp_path), resume_from_checkpoint=asked)
-    return replace(first, args=args)
+    trainer.resume(run := replace(first, args=args))  # what was refused may be half loaded
+    return run
 
 
 def test_only_the_latest_are_kept(saved, tmp_path):
@@ -261,8 +290,23 @@ CHANGES = {
     "other shapes": lambda state: state.update(
         adapter={name: torch.zeros(2, 2) for name in state["adapter"]}
     ),
-    "an optimizer of other parameters": lambda state: state["optimizer"]["param_groups"].pop(),
-    "an empty scheduler": lambda state: state.update(scheduler={}),
+    "an optimizer of more parameters": lambda state: state["optimizer"].update(
+        {999: state["optimizer"][0]}
+    ),
+    "an optimizer of other parameters": lambda state: state["optimizer"].update(
+        {0: {name: torch.zeros(2, 2) for name in state["optimizer"][0]}}
+    ),
+    "an optimizer that is a list": lambda state: state.update(optimizer=[1]),
+    "an optimizer's state that is a number": lambda state: state["optimizer"].update({0: 3.0}),
+    "a mean that is a text": lambda state: state["optimizer"][0].update(exp_avg="0"),
+    "a mean of another shape": lambda state: state["optimizer"][0].update(exp_avg=torch.zeros(2)),
+    "no mean": lambda state: state["optimizer"][0].pop("exp_avg"),
+    "squares that are numbers": lambda state: state["optimizer"][0].update(exp_avg_sq=[1.0]),
+    "no squares": lambda state: state["optimizer"][0].pop("exp_avg_sq"),
+    "a count that is a text": lambda state: state["optimizer"][0].update(step="one"),
+    "a schedule that is no number": lambda state: state.update(schedule="four"),
+    "no base": lambda state: state.pop("base"),
+    "another base": lambda state: state["base"].reverse(),
     "a step that is no number": lambda state: state.update(step="four"),
     "groups that are no list": lambda state: state.update(groups=5),
     "flags that are no flags": lambda state: state.update(flags=[1]),
@@ -278,6 +322,84 @@ def test_a_state_file_of_something_else(saved, tmp_path, capsys, change):
     CHANGES[change](state)
     torch.save(state, path)
     refused(saved, capsys)
+
+
+def test_what_is_damaged_is_to_be_deleted(saved, tmp_path, capsys):
+    """And the one before is then the latest."""
+    saved.step = 1
+    trainer.save_checkpoint(saved)
+    newest = replace(saved, args=replace(saved.args, resume_from_checkpoint="latest"))
+    (tmp_path / "checkpoint-1/state.pt").write_bytes(b"torn")
+    said = refused(newest, capsys)
+    assert str(tmp_path / "checkpoint-1") in said
+    assert said.endswith(" (if it is damaged, delete it)\n")
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    trainer.resume(newest)
+    assert newest.step == 0
+
+
+def test_fewer_updates_than_there_were_are_refused(saved, tmp_path, capsys):
+    saved.step = 5
+    trainer.save_checkpoint(saved)
+    for steps, wrong in ((4, True), (5, False)):
+        args = replace(saved.args, resume_from_checkpoint="latest", max_steps=steps)
+        run = replace(saved, args=args, step=0)
+        if wrong:
+            assert "past --max_steps" in refused(run, capsys)
+        else:
+            trainer.resume(run)
+            assert run.step == 5
+
+
+def test_another_model_of_the_same_shapes_is_refused(make_run, tmp_path, capsys):
+    """The embedded ones: every tensor of the adapter would fit."""
+    long = Path(TINY).with_name("long_policy")
+    trainer.save_checkpoint(one := make_run(output_dir=tmp_path))
+    other = make_run(model=str(long), output_dir=tmp_path, resume_from_checkpoint="latest")
+    shapes = [[p.shape for p in run.model.parameters() if p.requires_grad] for run in (one, other)]
+    assert shapes[0] == shapes[1]
+    assert "it is of another model" in refused(other, capsys)
+
+
+def test_the_flags_learning_rate_and_weight_decay_are_used(saved, make_run, tmp_path):
+    """After a checkpoint of others: the update differs by what AdamW's decay takes, at the rate
+    that the schedule gives of the new peak."""
+    after, rates = [], []
+    for decay in (0.0, 0.5):
+        flags = {"learning_rate": 2e-3, "weight_decay": decay, "output_dir": tmp_path}
+        run = make_run(resume_from_checkpoint="latest", warmup_steps=4, **flags)
+        trainer.resume(run)
+        before = [p.detach().clone() for p in run.model.parameters() if p.requires_grad]
+        row = trainer.update(run, [random_batch()])
+        after.append([p.detach().clone() for p in run.model.parameters() if p.requires_grad])
+        rates.append(row["learning_rate"])
+    # Of the schedule one update is gone, as `first` made one: it is the second of four.
+    assert rates == pytest.approx([2e-3 * 2 / 4] * 2)
+    for start, plain, decayed in zip(before, *after, strict=True):
+        torch.testing.assert_close(plain - decayed, rates[0] * 0.5 * start, rtol=1e-3, atol=1e-7)
+
+
+def test_another_number_of_processes_is_said(saved, tmp_path, capsys):
+    path = tmp_path / "checkpoint-0/state.pt"
+    state = torch.load(path)
+    assert state["flags"]["num_processes"] == 1
+    state["flags"]["num_processes"] = 2
+    torch.save(state, path)
+    trainer.resume(saved)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["grpo_arca.py: --num_processes was 2 before, now it is 1"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"resume_from_checkpoint": "latest"}])
+def test_a_finished_run_without_checkpoints_is_not_overwritten(run_main, tmp_path, asked):
+    flags = TINY_RUN | {"max_steps": 1, "save_steps": 0}
+    assert run_main(**flags)[0] == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    code, out, err = run_main(**flags, **asked)
+    errors = [line for line in err.splitlines() if "error:" in line]
+    assert code == 2 and not out and len(errors) == 1 and "Traceback" not in err
+    assert "out holds a finished run: remove it, or change --output_dir" in errors[0]
+    assert files == {path: path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"\x80\x04N."])

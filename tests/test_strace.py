@@ -53,7 +53,7 @@ def ragged(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> g.Batch:
         sampled_logp=torch.zeros(rows, longest),
         rewards=torch.zeros(rows),
         advantages=torch.randn(rows, generator=draw),
-        logp=-2 * torch.rand(rows, longest, generator=draw),
+        old_logp=-2 * torch.rand(rows, longest, generator=draw),
         base_logp=-2 * torch.rand(rows, longest, generator=draw),
         entropy=entropy,
         scores=entropy * mask,
@@ -78,10 +78,10 @@ def assign(args: g.Args, *micros: g.Batch) -> dict[str, float]:
 def loss_of(args: g.Args, batch: g.Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, its gradient [N, T] with respect to the log-probs, and the clipped tokens [N, T]."""
     assign(args, batch)
-    logp = (batch.logp + log_ratio).requires_grad_()
+    logp = (batch.old_logp + log_ratio).requires_grad_()
     mask = batch.loss_mask
     scale = g.token_scale(args, mask, len(mask), mask.sum().item())
-    loss, clipped = g.policy_loss(args, batch, logp, batch.logp, scale)
+    loss, clipped = g.policy_loss(args, batch, logp, batch.old_logp, scale)
     return loss.detach(), torch.autograd.grad(loss, logp)[0], clipped
 
 
@@ -257,7 +257,7 @@ def trl_loss(args: g.Args, batch: g.Batch, level: str, log_ratio: Tensor):
     The stand-in holds what the method reads; an attribute that it lacks would raise.
     """
     trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install trl")
-    leaf = (batch.logp + log_ratio).requires_grad_()
+    leaf = (batch.old_logp + log_ratio).requires_grad_()
     stub = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (leaf, batch.entropy, None),
         aux_loss_enabled=False,
@@ -283,7 +283,7 @@ def trl_loss(args: g.Args, batch: g.Batch, level: str, log_ratio: Tensor):
         "completion_ids": batch.ids[:, WIDTH:],
         "completion_mask": batch.mask.long(),
         "advantages": batch.advantages,
-        "old_per_token_logps": batch.logp,
+        "old_per_token_logps": batch.old_logp,
         "ref_per_token_logps": batch.base_logp,
         "num_items_in_batch": batch.mask.sum(),
     }
@@ -407,7 +407,7 @@ def test_what_lies_outside_the_completions_changes_nothing(credit, normalise, sc
     log_ratio = ratios(clean, 0.1)
     outside = ~clean.mask
     junk = ratios(clean, 1e4, 9)
-    for name in ("logp", "entropy", "scores", "base_logp"):
+    for name in ("old_logp", "entropy", "scores", "base_logp"):
         setattr(dirty, name, torch.where(outside, junk, getattr(clean, name)))
     dirty.ids = torch.where(clean.attention, clean.ids, 7)
     expected = loss_of(args, clean, log_ratio)
@@ -432,9 +432,9 @@ def test_batched_equals_one_by_one(values):
         assert single.mask.shape == (1, length)
         assert torch.equal(single.credit[0], batch.credit[row, :length])
         torch.testing.assert_close(single.weights[0], batch.weights[row, :length])
-        logp = (single.logp + log_ratio[row : row + 1, :length]).requires_grad_()
+        logp = (single.old_logp + log_ratio[row : row + 1, :length]).requires_grad_()
         scale = g.token_scale(args, single.loss_mask, len(LENGTHS), 0)
-        loss, alone_clipped = g.policy_loss(args, single, logp, single.logp, scale)
+        loss, alone_clipped = g.policy_loss(args, single, logp, single.old_logp, scale)
         (alone,) = torch.autograd.grad(loss, logp)
         torch.testing.assert_close(alone[0], grad[row, :length], rtol=1e-5, atol=1e-7)
         assert torch.equal(alone_clipped[0], clipped[row, :length])
