@@ -4,9 +4,9 @@
     python results/compare.py runs/* --output a.pdf
     python results/compare.py                          # results/*.json, which learning.py writes
 
-Runs that differ in the seed alone (or in where they write) are one group. Left, the mean reward of
-a group's runs, smoothed, and the range of single runs. Right, held-out sampled accuracy after the
-last step: a dot a run, a bar at the mean.
+Runs that differ in the seed alone (or in where they write and on what they run) are one group.
+Left, the mean reward of a group's runs, smoothed, and the range of single runs. Right, held-out
+sampled accuracy after the last step: a dot a run, a bar at the mean. Below, what the groups are.
 """
 
 import argparse
@@ -34,9 +34,12 @@ MEASURED = {  # results/<file>.json -> its label, in this order
 # Okabe and Ito's, which the colour-blind tell apart; beyond these, other dashes
 COLOURS = ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 DASHES = ("-", "--", ":", "-.")
-# Flags that say where a run writes, or with which seed, and not what it does
+# Flags that say where a run writes, with which seed or on what it runs, and not what it does
 SAME_ANYWAY = """seed output_dir run_name resume_from_checkpoint report_to save_steps
-save_total_limit push_to_hub hub_model_id environment""".split()
+save_total_limit eval_steps per_device_eval_batch_size gradient_checkpointing torch_compile
+rollout_weights num_processes environment""".split()
+# These do, by their product with the processes and by their quotient.
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 
 
 class Run(NamedTuple):
@@ -58,8 +61,13 @@ def read_run(folder: Path) -> tuple[dict, Run]:
         raise ValueError(f"it has not come to the end of step {config['max_steps']}")
     if not rewards:
         raise ValueError("it has no step")
-    command = config.get("environment", {}).get("command") or [folder.name.split("-")[0]]
+    environment = config.get("environment", {})
+    command = environment.get("command") or [folder.name.split("-")[0]]
     config["script"] = Path(command[0]).stem
+    processes = environment.get("hardware", {}).get("processes", 1)
+    size, accumulated, generated = (config.pop(name, 1) for name in BATCH)
+    config["completions_per_update"] = size * accumulated * processes
+    config["updates_per_rollout"] = generated / accumulated
     return config, Run(rewards, evaluations[config["max_steps"]])
 
 
@@ -139,29 +147,36 @@ def draw_rewards(axes: plt.Axes, runs: list[Run], **line: str) -> None:
 
 
 def draw(groups: dict[str, list[Run]], output: str) -> None:
-    height = max(4.6, 1.2 + 0.55 * len(groups))
+    """Names, which may be long, stand in full below the panels, and begin at the dots."""
+    numbered = [f"{place}  {name}" for place, name in enumerate(groups, 1)]
+    names = [textwrap.fill(name, 140, max_lines=6) for name in numbered]
+    height = max(4.2, 1.2 + 0.55 * len(names)) + 0.2 * len("\n".join(names).split("\n"))
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, height), width_ratios=(3, 2))
-    for place, (name, runs) in enumerate(groups.items()):
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
+    for place, runs in enumerate(groups.values()):
         colour, dashes = COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
-        name = textwrap.fill(name, 60).replace("$", r"\$")  # which would begin a formula
-        draw_rewards(left, runs, color=colour, linestyle=dashes, label=name)
+        draw_rewards(left, runs, color=colour, linestyle=dashes, label=names[place])
         accuracies = [run.accuracy for run in runs]
         right.plot(accuracies, [place] * len(runs), "o", color=colour, alpha=0.6)
         mean = [np.mean(accuracies)] * 2
         right.plot(mean, [place - 0.2, place + 0.2], color=colour, linewidth=3)
+        name = textwrap.shorten(numbered[place], 50, placeholder=" ...")
         side = right.get_yaxis_transform()  # x from 0 to 1 across the panel
-        right.text(0.01, place - 0.25, name, fontsize=9, va="bottom", transform=side)
+        where = {"x": 0.01, "y": place - 0.25, "va": "bottom", "transform": side}
+        right.text(s=name, fontsize=9, parse_math=False, **where)
     for axes, title in ((left, "Reward in training"), (right, "Held-out accuracy at the end")):
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+    left.locator_params(axis="x", integer=True)
     left.set_xlabel("step (band: from the lowest to the highest run)")
-    left.legend(frameon=False, fontsize=9, loc="lower right")
     right.set_xlabel("a dot for each run, a bar at their mean")
-    right.set_yticks(range(len(groups)), [""] * len(groups))
+    right.set_yticks(range(len(names)), [""] * len(names))
     right.tick_params(axis="y", length=0)
-    right.set_ylim(len(groups) - 0.5, -0.8)
-    figure.tight_layout()
+    right.set_ylim(len(names) - 0.5, -0.8)
+    legend = figure.legend(frameon=False, fontsize=9, loc="outside lower left")
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     figure.savefig(output, dpi=110)
 
 
@@ -182,7 +197,9 @@ def main() -> None:
         draw(groups, output)
     except (OSError, ValueError) as error:  # of a folder that is not there, or an unknown format
         fail(f"cannot write {output}: {error}")
-    print(f"{output}: {', '.join(groups)}")
+    print(output)
+    for place, name in enumerate(groups, 1):
+        print(place, "", *name.split())
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ SAMPLES, PROBLEMS = 4, 32
 
 def prepare(module, credit: str, folder: str | None):
     """A run of one method with the adapter of a folder, or a fresh one."""
-    flags = ["--credit", credit, "--num_generations", str(SAMPLES), "--rollout_weights", "adapter"]
+    flags = ["--credit", credit, "--num_generations", str(SAMPLES)]
+    flags += ["--rollout_weights", "quantized"]
     args = module.parse_args(flags)
     run = module.build_run(args, module.load_data(args)[0])
     if folder:

@@ -140,14 +140,17 @@ def prepare(name: str, folder: Path, flags: tuple[str, ...]):
     return run, data
 
 
-def credited(method: Method, module, run, micros: list, stats: list) -> list:
+def micro_batches(args, batch) -> list:
+    """A rollout in micro-batches of like lengths: with all its rows, as oracles learn from those
+    without an advantage, too."""
+    order = batch.attention.sum(1).argsort(stable=True)
+    return [batch.select(rows) for rows in order.split(args.per_device_train_batch_size)]
+
+
+def credited(method: Method, module, run, micros: list) -> list:
     """Copies of a rollout's micro-batches with the method's credit."""
-    copies, metrics = [replace(micro) for micro in micros], {}
-    with torch.no_grad():
-        for micro, (adapted, base) in zip(copies, stats, strict=True):
-            scores = module.token_scores(run, micro, adapted, base, metrics)
-            micro.scores = scores * micro.mask
-        module.assign_credit(run, copies, metrics)
+    copies = [replace(micro) for micro in micros]
+    module.score(run, copies, {})
     for micro in copies if method.only_wrong else ():
         wrong = micro.advantages[:, None] < 0
         micro.credit = torch.where(wrong, micro.credit, micro.mask.float())
@@ -221,22 +224,14 @@ def measure(
     found, run, data = load(path), *prepare(name, folder, flags)
     flags = (*SEED, *SETTINGS[name].flags, *flags)
     run.rollout = batch
-    micros, problem_of = trainer.collect(run, data, {})
-    stats = []
-    with torch.no_grad():
-        for micro in micros:
-            run.policy.eval()
-            adapted = run.policy(micro, with_entropy=True)
-            with run.model.disable_adapter():
-                stats.append((adapted, run.policy(micro)))
-            micro.logp, micro.entropy = adapted.logp, adapted.entropy
-    methods = {}
+    rollout, problem_of = trainer.collect(run, data, {})
+    micros, methods = micro_batches(run.args, rollout), {}
     for method_name, method in METHODS.items():
         if method_name in found:
             continue
         module = importlib.import_module(method.script)
         args = module.parse_args([*flags, *method.flags.split()])
-        copies = credited(method, module, replace(run, args=args), micros, stats)
+        copies = credited(method, module, replace(run, args=args), micros)
         methods[method_name] = token_coefficients(module, args, copies)
     args = trainer.parse_args([*flags, "--credit", "uniform"])
     if not {*ORACLES} <= found.keys():
@@ -246,11 +241,11 @@ def measure(
     found |= gradients(run, micros, methods)
     if NULL not in found:
         run.rollout = 1_000_000 + batch
-        others, _ = trainer.collect(run, data, {})
+        others = micro_batches(run.args, trainer.collect(run, data, {})[0])
         for micro in others:
             micro.credit = micro.mask.float()
         found |= gradients(run, others, {NULL: token_coefficients(trainer, args, others)})
-    found["reward"] = sum(micro.rewards.sum() for micro in micros) / len(problem_of)
+    found["reward"] = rollout.rewards.mean()
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(found, path.with_suffix(".partial"))
     path.with_suffix(".partial").rename(path)

@@ -25,14 +25,12 @@ sample_and_grade = trainer.collect
 
 def collect(run, data: tuple, metrics: dict) -> tuple:
     """A rollout with signed advantages of tokens as its credit."""
-    micros, problem_of = sample_and_grade(run, data, metrics)
-    solutions = read_rollout(run, micros, problem_of)
+    batch, problem_of = sample_and_grade(run, data, metrics)
+    solutions = read_rollout(run, [batch], problem_of)
     values = step_values(run, data, solutions, problem_of, CONTINUATIONS)
-    for micro in micros:
-        size = run.args.num_generations
-        micro.credit = step_advantages(solutions, values, micro, size, WHOLE)
-        micro.advantages = torch.ones_like(micro.advantages)
-    return micros, problem_of
+    batch.credit = step_advantages(solutions, values, batch, run.args.num_generations, WHOLE)
+    batch.advantages = torch.ones_like(batch.advantages)
+    return batch, problem_of
 
 
 def assign_credit(run, micros: list, metrics: dict) -> None:

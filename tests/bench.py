@@ -3,9 +3,10 @@
     python tests/bench.py                                   # the tiny policy, on a CPU too
     python tests/bench.py grpo_oar --repeats 9              # one script, more repeats
     python tests/bench.py --shape 1.7B grpo_arca --credit uniform arca --trl
-    python tests/bench.py --shape 8B --lengths lognormal -- --rollout_weights adapter
+    python tests/bench.py --shape 8B --lengths lognormal -- --rollout_weights quantized
     git worktree add ../before ac8a25c && python tests/bench.py grpo_arca --credit uniform arca \
         --against ../before
+    python tests/bench.py --shape 1.7B grpo_arca --credit arca --idle 0.5 --against ../before
 
 Flags after `--` go to the scripts. Each repeat runs one step of every method, in turn, on the same
 prompts, policy and adapter; `--trl` adds to each a step of TRL's GRPOTrainer with the same
@@ -16,14 +17,15 @@ and ratios are taken within a repeat. Printed are medians, with quartiles in bra
 process of its own, and prints the ratios. Defaults may differ between the two: give such flags.
 
 `--shape` is random weights in a published shape: a policy that neither stops nor answers. For it
-- rewards are random, and never the same for a whole group: every row is trained on;
+- rewards are random, and never the same for a whole group: every row is trained on. But those of
+  a share of the groups that `--idle` names are all 0, as where a problem is too hard or too easy;
 - lengths are forced: `equal`, or `lognormal` with a mean of a third of the maximum, the same
   lengths in every repeat. Sampling is by inverse CDF and the stop token is id 0, so that a uniform
   of 0 stops a row for certain and one of 0.001 never does. The scripts do not change for it. TRL's
   `generate` gets a logits processor to the same end;
 - each completion's end becomes \\boxed{7} after the rollout: OAR works on answers alone.
 
-A rollout is all of `collect`: merging the adapter, sampling, decoding, grading. For TRL it is
+A rollout is all of `collect`: dense weights, sampling, decoding, grading. For TRL it is
 `_generate_single_turn`, which is less. A rollout's tokens are the completions', an update's all.
 """
 
@@ -31,6 +33,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import inspect
 import json
 import math
 import os
@@ -82,12 +85,14 @@ WORKER = """
 import json, os, sys
 out = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)  # nothing else shall print where answers are read
-folder, name, credits, argv = json.loads(sys.argv[1])
+folder, name, credits, argv, idle = json.loads(sys.argv[1])
 sys.path.insert(0, folder + "/tests")
 import bench
 options = bench.parse_options(argv)
 sys.modules[name].use_every_core()
 prepared = bench.prepare(sys.modules[name], credits, options)
+if idle:  # an older bench lacks it, so the class of the one that compares is at the top of this
+    prepared.run.grader = RandomRewards(idle, prepared.run.args.num_generations)
 print("ready", file=out)
 for line in sys.stdin:
     print(json.dumps(bench.step(prepared, *json.loads(line), 0.0), default=float), file=out)
@@ -134,13 +139,16 @@ def make_checkpoint(options: argparse.Namespace) -> Path:
 
 
 class RandomRewards:
-    """In the place of a Grader."""
+    """In the place of a Grader. Texts are a rollout's, group by group; the share `idle` of the
+    groups has equal rewards. (Its source alone is run in workers, where other benches may be.)"""
 
-    def __init__(self):
-        self.rng = random.Random(0)
+    def __init__(self, idle=0.0, size=1):
+        self.rng, self.idle, self.size = random.Random(0), idle, size
 
-    def grade(self, texts: list[str], answers: list[str]) -> list[float]:
-        return [self.rng.random() for _ in texts]
+    def grade(self, texts, answers):
+        groups = range(len(texts) // self.size)
+        idle = self.rng.sample(groups, round(self.idle * len(groups)))
+        return [self.rng.random() * (i // self.size not in idle) for i in range(len(texts))]
 
 
 def forced_lengths(kind: str, count: int, longest: int) -> Tensor:
@@ -219,7 +227,7 @@ def prepare(module, credits: list[str], options: argparse.Namespace) -> Bench:
         tokenizer, data, _ = module.load_data(args)
         return Bench(module, module.build_run(args, tokenizer), data, methods, None)
     run = module.build_run(args, AutoTokenizer.from_pretrained(args.model_name_or_path))
-    run.grader = RandomRewards()
+    run.grader = RandomRewards(options.idle, args.num_generations)
     shape, generator = (256, options.prompt_tokens), torch.Generator().manual_seed(0)
     prompts = torch.randint(3, VOCABULARY, shape, generator=generator).tolist()
     count = args.per_device_train_batch_size * args.steps_per_generation
@@ -258,24 +266,23 @@ def step(bench: Bench, credit: str, repeat: int, others: float) -> dict:
     args, device = run.args, run.accelerator.device
     peak_gib(device)
     began = clock(device)
-    micros, _ = module.collect(run, bench.data, {})
+    batch, _ = module.collect(run, bench.data, {})
     row = {"seconds_rollout": clock(device) - began, "peaks": [peak_gib(device, others)]}
-    for micro in micros if bench.lengths is not None else ():
-        check_lengths(micro.mask.sum(1).tolist(), bench.lengths[micro.rows.cpu()])
-        plant_answers(micro, run.tokenizer)
+    if bench.lengths is not None:
+        check_lengths(batch.mask.sum(1).tolist(), bench.lengths[batch.rows.cpu()])
+        plant_answers(batch, run.tokenizer)
+    parts = module.micro_batches(args, batch)
+    micros = [micro for part in parts for micro in part]
     module.score(run, micros, row)  # writes its seconds into the row
     row["peaks"].append(peak_gib(device, others))
-    scored, size = clock(device), args.gradient_accumulation_steps
-    for first in [*range(0, len(micros), size)] * args.num_iterations:
-        module.update(run, micros[first : first + size])
+    scored = clock(device)
+    for part in parts * args.num_iterations:
+        module.update(run, part)
     row["seconds_update"] = clock(device) - scored
     row["peaks"].append(peak_gib(device, others))
     row["step"] = sum(seconds for name, seconds in row.items() if name.startswith("seconds_"))
-    completed, every = (
-        sum(int(tokens.sum()) for tokens in masks)
-        for masks in zip(*((micro.mask, micro.attention) for micro in micros))
-    )
-    tokens = {"rollout": completed, "score": every, "update": every * args.num_iterations}
+    tokens = {"rollout": int(batch.mask.sum()), "update": 0}
+    tokens["update"] = args.num_iterations * sum(int(micro.attention.sum()) for micro in micros)
     tokens["credit"] = row.get("credit_forward_tokens", 0)  # 0 without a forward of its own
     return row | {f"{x}_tokens_per_second": n / row[f"seconds_{x}"] for x, n in tokens.items()}
 
@@ -306,7 +313,7 @@ class Trl(TrainerCallback):
             output_dir=tempfile.gettempdir(),
             max_steps=rollouts,
             lr_scheduler_type="constant",
-            bf16=on_gpu,
+            bf16=args.dtype == "bfloat16",
             use_cpu=not on_gpu,
             shuffle_dataset=False,
             logging_strategy="no",
@@ -391,10 +398,10 @@ def table_row(script: str, credit: str, rows: list[dict], uniform: list[dict], g
 
 
 def forward_lines(timings: dict[str, list[dict]]) -> list[str]:
-    """How fast OAR-P, which is forwards alone, computes them, beside the log-probs' forward."""
-    pair, rows = ("credit_tokens_per_second", "score_tokens_per_second"), timings.get("oar_p", [])
+    """How fast OAR-P, which is forwards alone, computes them, beside an update."""
+    pair, rows = ("credit_tokens_per_second", "update_tokens_per_second"), timings.get("oar_p", [])
     share = spread([row[pair[0]] / row[pair[1]] for row in rows]) if rows else ""
-    return ["", f"oar_p: {share} times the tokens/s of the score forward"] if rows else []
+    return ["", f"oar_p: {share} times the tokens/s of the update"] if rows else []
 
 
 def header(bench: Bench, options: argparse.Namespace) -> str:
@@ -408,11 +415,12 @@ def header(bench: Bench, options: argparse.Namespace) -> str:
     lengths = "the policy's own" if bench.lengths is None else options.lengths
     return (
         f"{name}, torch {torch.__version__}; {shape}; {'NF4' if args.load_in_4bit else 'dense'} + "
-        f"LoRA {args.lora_r} in {'bf16' if on_gpu else 'fp32'}, rollouts: {args.rollout_weights}; "
+        f"LoRA {args.lora_r} in {args.dtype}, rollouts: {args.rollout_weights}; "
         f"{args.per_device_train_batch_size * args.steps_per_generation} completions of at most "
         f"{args.max_completion_length} tokens ({lengths} lengths), groups of "
         f"{args.num_generations}, micro-batches of {args.per_device_train_batch_size}; median "
-        f"(quartiles) of {options.repeats}; flags: {' '.join(options.flags) or 'none'}"
+        f"(quartiles) of {options.repeats}; {options.idle:.0%} of the groups idle; "
+        f"flags: {' '.join(options.flags) or 'none'}"
     )
 
 
@@ -463,7 +471,8 @@ def measure(name: str, credits: list[str], options: argparse.Namespace) -> list[
 def worker(folder: Path, *job: object):
     """A process with that checkout's bench, common/ and scripts; yields ask(credit, repeat), which
     runs a step in it."""
-    command = [sys.executable, "-W", "ignore", "-c", WORKER, json.dumps([str(folder), *job])]
+    code = f"import random\n{inspect.getsource(RandomRewards)}{WORKER}"
+    command = [sys.executable, "-W", "ignore", "-c", code, json.dumps([str(folder), *job])]
     quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     with subprocess.Popen(command, env=quiet, **pipes) as process:
@@ -485,7 +494,7 @@ def compare(name: str, credits: list[str], options: argparse.Namespace) -> list[
     repeat is a step in each; the first of a repeat is the second of the next."""
     there, began, found = options.against.resolve(), time.perf_counter(), []
     with contextlib.ExitStack() as stack:
-        job = (name, credits, options.shared)
+        job = (name, credits, options.shared, options.idle)
         asks = [stack.enter_context(worker(folder, *job)) for folder in (ROOT, there)]
         for repeat in range(options.warmup + options.repeats):
             found.append({})
@@ -495,6 +504,7 @@ def compare(name: str, credits: list[str], options: argparse.Namespace) -> list[
             progress(name, options, repeat, began)
     lines = [f"{name}: seconds in {ROOT} over those in {there}, median (quartiles) of "]
     lines[0] += f"{options.repeats}; arguments: {' '.join(options.shared)}"
+    lines[0] += f"; {options.idle:.0%} of the groups idle" if options.idle else ""
     lines += ["", f"| credit | {' | '.join(PHASES)} | step, s | there |", "|" + "---|" * 7]
     for credit in credits:
         here, old = ([pair[credit][side] for pair in found[options.warmup :]] for side in (0, 1))
@@ -520,6 +530,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--prompt_tokens", type=int, default=128, help="of a shape's random prompts")
     add("--completion_tokens", type=int, help="at most; default 256, tiny: the script's")
     add("--lengths", choices=["equal", "lognormal"], default="equal", help="of a shape")
+    add("--idle", type=float, default=0.0, help="share of a shape's groups with equal rewards")
     beside = parser.add_mutually_exclusive_group()
     beside.add_argument("--trl", action="store_true", help="TRL's GRPOTrainer beside ours")
     beside.add_argument("--against", type=Path, help="folder of another checkout, beside this one")
@@ -529,12 +540,14 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv[:cut])
     options.flags = argv[cut + 1 :]
     mine = argparse.ArgumentParser(add_help=False)
-    mine.add_argument("--against")
+    mine.add_argument("--against"), mine.add_argument("--idle")
     options.shared = mine.parse_known_args(argv[:cut])[1] + argv[cut:]  # an older bench lacks it
     for name in set(options.scripts) - set(scripts):
         parser.error(f"no script {name}: there are {', '.join(scripts)}")
     if options.against and not (options.against / "tests/bench.py").is_file():
         parser.error(f"--against {options.against}: there is no tests/bench.py in it")
+    if not 0 <= options.idle <= 1 or (options.idle and options.shape == "tiny"):
+        parser.error("--idle is a share, of the groups of a --shape: the tiny policy is graded")
     if options.shape != "tiny":
         options.completions = options.completions or 64
         options.completion_tokens = options.completion_tokens or 256

@@ -53,7 +53,8 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.add(tensor.untyped_storage())
         # The 4-bit product dequantises its weight [N, K] inside one operation.
-        inside = math.prod(args[2]) * 2 if function.name() == "bitsandbytes::gemm_4bit" else 0
+        product = function.name() == "bitsandbytes::gemm_4bit"
+        inside = math.prod(args[2]) * args[0].element_size() if product else 0
         self.peak = max(self.peak, self.live + inside)
         return out
 
@@ -78,14 +79,14 @@ class LiveBytes(TorchDispatchMode):
 def empty_pretrained(config: PretrainedConfig):
     """What stands for `from_pretrained`: the model without data, its layers NF4 where asked."""
 
-    def load(name: str, quantization_config=None, **_):
+    def load(name: str, dtype: str, quantization_config=None, **_):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
             for path, layer in list(model.named_modules()) if quantization_config else ():
                 head = layer is model.get_output_embeddings()
                 if isinstance(layer, torch.nn.Linear) and not head:
                     sides = (layer.in_features, layer.out_features)
-                    how = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
+                    how = {"compute_dtype": getattr(torch, dtype), "quant_type": "nf4"}
                     model.set_submodule(path, bnb.nn.Linear4bit(*sides, bias=False, **how))
         model.is_loaded_in_4bit = bool(quantization_config)
         return model
@@ -122,11 +123,11 @@ def filled(module: torch.nn.Module, old: torch.nn.Parameter) -> torch.nn.Paramet
 def count(config: PretrainedConfig, options: argparse.Namespace, fake: bool = True) -> dict:
     """Peaks of a step's phases in GiB, as allocated; `step` is what must be there."""
     flags = ["--model_name_or_path", "none", "--gradient_checkpointing", "True"]
-    # The forwards that ARCA makes where every row has an advantage, which is not in the shapes.
-    args = trainer.parse_args([*flags, *options.flags, "--credit", "uniform", "--beta", "1"])
+    flags += ["--dtype", "bfloat16", "--credit", "arca"]  # which computes its scores in fp32
+    args = trainer.parse_args([*flags, *options.flags])
     bnb.functional.quantize_4bit(torch.ones(64, 64), compress_statistics=True)  # makes its tables
-    stand_ins = {  # DTYPE as on a GPU
-        "DTYPE": torch.bfloat16,
+    stand_ins = {
+        "credit_metrics": lambda *_: {},  # numbers, which fake tensors have not
         "dequantize_bnb_weight": lambda w: bnb.functional.dequantize_4bit(w.data, w.quant_state),
     }
     with (
@@ -139,8 +140,7 @@ def count(config: PretrainedConfig, options: argparse.Namespace, fake: bool = Tr
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
-        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-        with mode, LiveBytes() as memory, autocast:
+        with mode, LiveBytes() as memory:
             return phases(args, model, memory, options)
 
 
@@ -154,7 +154,8 @@ def phases(args, model, memory: LiveBytes, options: argparse.Namespace) -> dict:
     allocate(model)
     count, prompt, length = options.completions, options.prompt_tokens, options.completion_tokens
     policy = trainer.Policy(model, args.temperature)
-    policy.forward = convert_outputs_to_fp32(policy.forward)  # as Accelerate does
+    autocast = torch.autocast("cpu", torch.bfloat16, args.dtype == "bfloat16", False)
+    policy.forward = convert_outputs_to_fp32(autocast(policy.forward))  # as Accelerate does
     run = SimpleNamespace(args=args, policy=policy, model=model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=True)  # as on a GPU
@@ -164,8 +165,8 @@ def phases(args, model, memory: LiveBytes, options: argparse.Namespace) -> dict:
     for _ in range(2):  # in the first, AdamW has no state yet
         memory.phase()
         found = {"weights": memory.live / GIB}
-        dense = options.rollout_weights == "merged"
-        with torch.no_grad(), trainer.merged(model) if dense else contextlib.nullcontext():
+        dense = trainer.dense(model) if options.rollout_weights == "dense" else None
+        with torch.no_grad(), autocast, dense or contextlib.nullcontext():
             base, u = policy.eval().model.get_base_model(), torch.rand(count, length)
             decoder = trainer.Decoder(base, [[0] * prompt] * count, u, (1.0, 0, 1.0))
             started, before = memory.phase(), memory.live / GIB
@@ -173,10 +174,10 @@ def phases(args, model, memory: LiveBytes, options: argparse.Namespace) -> dict:
             found["rollout"] = max(started, stepped := memory.phase())
             del decoder, u
         memory.phase()
-        micro = trainer.Batch(rows, prompt, ids, ids.bool(), rows > 0, nothing)
+        micro = trainer.Batch(rows, prompt, ids, ids.bool(), rows > 0, nothing, nothing)
         trainer.score(run, [micro], {})
         found["score"] = memory.phase()
-        logp = policy.train()(micro).logp
+        logp = policy.train()(micro)[0]
         logp.sum().backward()
         del logp, micro
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -199,9 +200,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
-    add(
-        "--rollout_weights", nargs="+", choices=["adapter", "merged"], default=["adapter", "merged"]
-    )
+    weights = ["quantized", "dense"]
+    add("--rollout_weights", nargs="+", choices=weights, default=weights)
     add("--completions", type=int, default=64, help="of a rollout, all sampled at once")
     add("--micro_batch", type=int, default=16, help="completions of a micro-batch")
     add("--prompt_tokens", type=int, default=128)

@@ -18,10 +18,12 @@ def test_shape_with_forced_lengths(module, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "row_uniforms", module.row_uniforms)  # restored afterwards
     argv = "--shape 0.6B --layers 1 --completions 8 --micro_batch 4 --prompt_tokens 5 --warmup 0"
     argv += f" --completion_tokens 40 --lengths lognormal --repeats 1 --cache {tmp_path}"
+    argv += " -- --num_generations 4 --dtype bfloat16"
     options = bench.parse_options([module.__name__, *argv.split()])
     credits = list(options.methods[module.__name__])
     lines = bench.measure(module.__name__, credits, options)  # ends itself if a length is not kept
     assert "8 completions of at most 40 tokens (lognormal lengths)" in lines[0]
+    assert "LoRA 32 in bfloat16, rollouts: dense" in lines[0]
     rows = [line for line in lines[4:] if line.startswith("|")]
     assert [line.split(" | ")[1] for line in rows] == credits
     assert [line.split(":")[0] for line in lines[4 + len(rows) :] if line] == [
@@ -85,6 +87,49 @@ def test_another_checkout_runs_in_turn_by_its_own_bench(tmp_path, monkeypatch, c
         assert [float(cell.split()[0]) for cell in cells[5:]] == [6 * scale, 3 * scale]
 
 
+GRADING_BENCH = """
+from types import SimpleNamespace
+class RandomRewards:
+    def grade(self, texts, answers):
+        return [1.0] * len(texts)
+def parse_options(argv):
+    assert argv == ["grpo_arca", "--shape", "8B", "--layers", "2", "--", "--seed", "2"]
+import sys
+sys.modules["grpo_arca"] = SimpleNamespace(use_every_core=lambda: None)
+def prepare(module, credits, options):
+    run = SimpleNamespace(args=SimpleNamespace(num_generations=4), grader=RandomRewards())
+    return SimpleNamespace(run=run)
+def step(bench, credit, repeat, others):
+    rewards = bench.run.grader.grade([""] * 32, [""] * 32)
+    groups = [rewards[i : i + 4] for i in range(0, 32, 4)]
+    return {"idle": sum(len(set(group)) == 1 for group in groups), "rewards": rewards}
+"""
+
+
+@pytest.mark.parametrize(("idle", "count"), [(0.75, 6), (0.0, 8)])
+def test_idle_groups_are_the_same_in_a_checkout_that_knows_none(tmp_path, idle, count):
+    """Whose bench is asked for none, too: then its own rewards are used."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/bench.py").write_text(GRADING_BENCH)
+    argv = ["grpo_arca", "--shape", "8B", "--layers", "2"]
+    argv += ["--idle", str(idle), "--against", str(tmp_path), "--", "--seed", "2"]
+    options = bench.parse_options(argv)
+    assert options.idle == idle
+    with bench.worker(tmp_path, "grpo_arca", [], options.shared, options.idle) as ask:
+        rows = [ask("arca", repeat) for repeat in range(3)]
+    assert [row["idle"] for row in rows] == [count] * 3
+    if idle:
+        own = bench.RandomRewards(idle, 4)
+        assert [row["rewards"] for row in rows] == [own.grade([""] * 32, [""] * 32) for _ in rows]
+
+
+@pytest.mark.parametrize("argv", [["--idle", "0.5"], ["--idle", "2", "--shape", "8B"]])
+def test_idle_is_a_share_of_a_shapes_groups(argv, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_options([*argv, "--layers", "1"])
+    assert "--idle is a share" in capsys.readouterr().err
+
+
 def test_a_checkout_that_fails_ends_the_comparison_with_a_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench.parse_options(["grpo_arca", "--against", str(tmp_path)])
@@ -92,7 +137,8 @@ def test_a_checkout_that_fails_ends_the_comparison_with_a_sentence(tmp_path, cap
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/bench.py").write_text("broken")
     bench.parse_options(["grpo_arca", "--against", str(tmp_path)])
-    with pytest.raises(SystemExit, match="failed, see above"), bench.worker(tmp_path, "", [], []):
+    broken = bench.worker(tmp_path, "", [], [], 0)
+    with pytest.raises(SystemExit, match="failed, see above"), broken:
         pass
 
 

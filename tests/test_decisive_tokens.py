@@ -47,7 +47,7 @@ def test_figures_are_means_over_the_completions_that_have_them():
     ids = [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], True).bool()
     ids = torch.nn.utils.rnn.pad_sequence(ids, True)
-    batch = trainer.Batch(torch.arange(2), 0, ids, mask, mask[:, 0], mask.float())
+    batch = trainer.Batch(torch.arange(2), 0, ids, mask, mask[:, 0], mask.float(), mask.float())
     run, batch.weights = type("Run", (), {"tokenizer": tokenizer}), mask.float()
     means = decisive.figures(run, batch, [problem] * 2)
     expected = {"decisive": 1, "first_wrong": 1, "auroc": 0.5, "effn": 1, "gini": 0}

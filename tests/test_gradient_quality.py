@@ -148,7 +148,7 @@ def test_advantages_by_hand(make_run):
     ids = tokens_of(run, text)
     solution = step_values.read_solution(run.tokenizer, ids, PROBLEM)
     mask = torch.ones(1, len(ids) + 2, dtype=torch.bool)
-    micro = trainer.Batch(torch.tensor([3]), 0, None, mask, None, None)
+    micro = trainer.Batch(torch.tensor([3]), 0, None, mask, None, None, None)
     values, scale = {0: [0.5, 0.8, 0.9, 0.9, 1.0]}, step_values.group_scale(0.5, 4)
     for whole in (False, True):
         found = step_values.step_advantages({3: solution}, values, micro, 4, whole)[0]
@@ -190,9 +190,9 @@ def sampled(make_run, credit: str) -> tuple:
     run = make_run(credit=credit, num_generations=4, max_completion_length=60)
     data = ([PROBLEM] * 2, [encode_prompt(run.tokenizer, PROBLEM.prompt)] * 2)
     with run.grader:
-        micros, _ = trainer.collect(run, data, {})
-    micros[0].advantages = torch.tensor([1.0, -2.0, 0.0, 0.5, -0.5, 0.0, 1.5, 1.0])
-    return run, micros
+        batch, _ = trainer.collect(run, data, {})
+    batch.advantages = torch.tensor([1.0, -2.0, 0.0, 0.5, -0.5, 0.0, 1.5, 1.0])
+    return run, instrument.micro_batches(run.args, batch)
 
 
 def test_gradients_are_the_trainers(make_run):
@@ -214,12 +214,10 @@ def test_gradients_are_the_trainers(make_run):
 
 def test_only_wrong_leaves_right_completions_alone(make_run):
     run, micros = sampled(make_run, "surprisal")
-    with torch.no_grad():
-        stats = [(run.policy(micros[0], with_entropy=True), None)]
     method = instrument.Method("grpo_arca", "", only_wrong=True)
-    own = instrument.credited(method, trainer, run, micros, stats)[0]
+    own = instrument.credited(method, trainer, run, micros)[0]
     method = method._replace(only_wrong=False)
-    all_rows = instrument.credited(method, trainer, run, micros, stats)[0]
+    all_rows = instrument.credited(method, trainer, run, micros)[0]
     wrong = micros[0].advantages < 0
     assert torch.equal(own.credit[wrong], all_rows.credit[wrong])
     assert torch.equal(own.credit[~wrong], micros[0].mask[~wrong].float())

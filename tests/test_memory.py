@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 def asked(**options) -> argparse.Namespace:
     step = {"completions": 64, "micro_batch": 16, "prompt_tokens": 128, "completion_tokens": 256}
-    step |= {"rollout_weights": "adapter", "flags": ["--lora_r", "16", "--lora_alpha", "32"]}
+    step |= {"rollout_weights": "quantized", "flags": ["--lora_r", "16", "--lora_alpha", "32"]}
     return argparse.Namespace(**step | options)
 
 
@@ -34,7 +34,7 @@ def parts(name: str, layers: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["adapter", "merged"])
+@pytest.mark.parametrize("weights", ["quantized", "dense"])
 def test_fake_tensors_count_what_real_ones_do(weights):
     """The tiny policy, whose data are really there."""
     config = AutoConfig.from_pretrained(TINY)
@@ -53,14 +53,14 @@ def test_weights_and_cache_are_what_they_are_by_hand(name):
     config, (linear, ends, rank_one) = shape_config(name, 2), parts(name, 2)
     static = (four_bit(linear) + 2 * ends + 3 * 4 * 16 * rank_one) / memory.GIB
     cache = 2 * 2 * 64 * 384 * 8 * 128 * 2 / memory.GIB
-    adapter = memory.count(config, asked())
-    assert adapter["weights"] == pytest.approx(static, rel=0.01)
-    assert static + cache < adapter["rollout"] < static + cache + 0.2
-    merged = memory.count(config, asked(rollout_weights="merged", completions=128))
+    quantized = memory.count(config, asked())
+    assert quantized["weights"] == pytest.approx(static, rel=0.01)
+    assert static + cache < quantized["rollout"] < static + cache + 0.2
+    dense = memory.count(config, asked(rollout_weights="dense", completions=128))
     more = 2 * linear / memory.GIB + cache
-    assert merged["rollout"] - adapter["rollout"] == pytest.approx(more, rel=0.1, abs=0.2)
+    assert dense["rollout"] - quantized["rollout"] == pytest.approx(more, rel=0.1, abs=0.2)
     for phase in ("weights", "score", "update"):
-        assert merged[phase] == adapter[phase]
+        assert dense[phase] == quantized[phase]
 
 
 @pytest.mark.slow  # all layers: minutes where the machine is slow

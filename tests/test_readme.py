@@ -5,6 +5,8 @@ import sys
 
 from conftest import ROOT
 
+from common.data import parse_rows
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -22,6 +24,18 @@ def test_the_readmes_reward_trains(run_main, rows_of, tmp_path, monkeypatch):
     assert len(rows) == 2 and all(0 < row["reward"] < 1 for row in rows)
     assert rows[0][f"rewards/my.{name}/mean".replace("my.", "")] == rows[0]["reward"]
     assert any(row["grad_norm"] > 0 for row in rows)
+
+
+def test_the_readmes_reward_pays_where_the_column_is_a_whole_solution():
+    """As GSM8K's is: functions are given the parsed answer."""
+    (code,) = [x for x in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "def " in x]
+    row = {"question": "6 * 7?", "answer": "6 * 7 = 42\n#### 42"}
+    (problem,) = parse_rows([row], "x", None, None)
+    exec(code, names := {})
+    function = names[re.search(r"def (\w+)", code)[1]]
+    texts, given = ["It is \\boxed{42}.", "It is \\boxed{41}."], [problem.columns["answer"]] * 2
+    paid = function(prompts=[""] * 2, completions=texts, gold=[problem.answer] * 2, answer=given)
+    assert paid == [1 - len(texts[0]) / 1000, 0]
 
 
 def test_the_readme_is_short():

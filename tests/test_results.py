@@ -79,22 +79,79 @@ def test_labels_name_what_differs_and_nothing_else(tmp_path):
 
 
 def test_a_picture_of_any_runs_goes_to_the_current_folder(tmp_path):
-    runs = [fake_run(tmp_path / "runs", "x", c, s) for c in ("a", "$^{_{$") for s in (1, 2, 3)]
+    runs = [fake_run(tmp_path / "runs", "x", c, s) for c in ("a", "$^{_{\n$") for s in (1, 2, 3)]
     done = draw(tmp_path, *runs)
-    assert (done.returncode, done.stderr) == (0, "") and "compare.png: a, $^{_{$" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "compare.png\n1  a\n2  $^{_{ $\n"
     assert (tmp_path / "compare.png").read_bytes().startswith(PNG)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.png", "runs"]
 
 
-def test_each_group_has_its_line_band_and_dots(tmp_path, monkeypatch):
-    runs = [fake_run(tmp_path, "x", c, s) for c in ("a", "b") for s in (1, 2, 3)]
+def test_what_a_run_does_is_not_where_it_writes_nor_on_what_it_runs(tmp_path):
+    """Two processes of half the batch make the same updates."""
+    batch = "per_device_train_batch_size gradient_accumulation_steps steps_per_generation".split()
+
+    def run(seed: int, sizes: tuple[int, int, int], processes: int = 1, **flags) -> Path:
+        flags = dict(zip(batch, sizes, strict=True)) | flags
+        out = fake_run(tmp_path / str(seed), "x", "a", seed, **flags)
+        config = json.loads((out / "config.json").read_text())
+        config["environment"]["hardware"] = {"processes": processes}
+        (out / "config.json").write_text(json.dumps(config))
+        return out
+
+    same = [run(1, (32, 4, 4)), run(2, (16, 4, 4), 2), run(3, (16, 8, 8), save_steps=7)]
+    more = "report_to run_name gradient_checkpointing num_processes per_device_eval_batch_size"
+    same += [run(4 + i, (32, 4, 4), **{name: "?"}) for i, name in enumerate(more.split())]
+    assert [len(members) for members in compare.groups_of(same).values()] == [len(same)]
+    others = [run(98, (32, 4, 8)), run(99, (16, 4, 4))]
+    assert list(compare.groups_of([*same, *others])) == [
+        "a completions_per_update=128 updates_per_rollout=1.0",
+        "a completions_per_update=128 updates_per_rollout=2.0",
+        "a completions_per_update=64 updates_per_rollout=1.0",
+    ]
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """drawn(runs) -> the figure, its left and its right panel."""
     figures, made = [], compare.plt.subplots
     monkeypatch.setattr(
         compare.plt, "subplots", lambda *a, **k: figures.append(made(*a, **k)) or figures[-1]
     )
-    compare.draw(compare.groups_of(runs), str(tmp_path / "c.png"))
-    left, right = figures[0][1]
-    assert [text.get_text() for text in left.get_legend().get_texts()] == ["a", "b"]
+
+    def draw_runs(runs: list[Path]) -> tuple:
+        compare.draw(compare.groups_of(runs), str(tmp_path / "c.png"))
+        figure, panels = figures[-1]
+        return figure, *panels
+
+    return draw_runs
+
+
+def test_long_names_stand_below_the_panels_and_within_the_picture(tmp_path, drawn):
+    runs = [fake_run(tmp_path / str(i), "x", "a", 1) for i in range(5)]
+    for i, run in enumerate(runs):
+        config = json.loads((run / "config.json").read_text())
+        config |= {f"a_flag_of_some_length_{n}": f"org/a-name-of-some-length{i}" for n in range(12)}
+        config["p"] = "word " * 300 * i
+        (run / "config.json").write_text(json.dumps(config))
+    figure, left, right = drawn(runs)
+    figure.draw_without_rendering()
+    texts = [text.get_window_extent() for text in figure.legends[0].get_texts()]
+    panels = [panel.get_tightbbox() for panel in (left, right)]
+    for box in (*texts, *panels):
+        assert all(figure.bbox.padded(1).contains(*x) for x in (box.min, box.max)), box
+    assert min(panel.ymin for panel in panels) >= max(text.ymax for text in texts)
+    assert min(panel.height for panel in panels) > 300  # of 440 dots or more
+    inside = [text.get_window_extent() for text in right.texts]
+    assert len(inside) == 5 and all(right.bbox.padded(1).contains(*b.max) for b in inside)
+    for boxes in (texts, inside):  # the first is the highest, and none touches the next
+        assert all(upper.ymin >= lower.ymax for upper, lower in zip(boxes, boxes[1:]))
+
+
+def test_each_group_has_its_line_band_and_dots(tmp_path, drawn):
+    runs = [fake_run(tmp_path, "x", c, s) for c in ("a", "b") for s in (1, 2, 3)]
+    figure, left, right = drawn(runs)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1  a", "2  b"]
     x, y = left.lines[0].get_data()
     assert list(x) == list(range(2, 20)) and y == pytest.approx(0.01 * x + 0.2)  # windows of 3
     band = left.collections[0].get_paths()[0].vertices[:, 1]
@@ -131,7 +188,7 @@ def test_what_is_not_a_finished_run_is_left_out_with_a_line_each(tmp_path):
 def test_without_arguments_it_draws_the_measured_runs_and_never_into_results(tmp_path):
     before = (RESULTS / "compare.png").stat()
     done = draw(tmp_path, "--output", tmp_path / "here.png")
-    assert done.returncode == 0 and "uniform (GRPO), arca, shuffled" in done.stdout
+    assert done.returncode == 0 and "1  uniform (GRPO)\n2  arca\n" in done.stdout
     assert (tmp_path / "here.png").read_bytes().startswith(PNG)
     done = draw(RESULTS)  # where its default would be the committed picture
     assert done.returncode == 2 and "--output" in done.stderr
