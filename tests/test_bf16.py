@@ -99,7 +99,8 @@ CREDITS += [(grpo_oar, x) for x in ("oar_g", "oar_p")] + [(grpo_strace, "s_trace
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "credit"), CREDITS)
 def test_weights_are_those_of_fp32(make_run, module, credit):
-    """On the same completions, of an adapter as after a few updates."""
+    """On the same completions, of an adapter as after a few updates. OAR-P's are nearly: its scores
+    alone are computed in bf16."""
     weights, batch = [], None
     for dtype in ("float32", "bfloat16"):
         run = make_run(module, dtype=dtype, credit=credit, adapter=1e-3, max_completion_length=80)
@@ -110,7 +111,7 @@ def test_weights_are_those_of_fp32(make_run, module, credit):
         module.score(run, [micro], {})
         weights.append(micro.weights[micro.mask])
         assert micro.weights[micro.mask].mean() == pytest.approx(1, abs=1e-3)
-    assert torch.corrcoef(torch.stack(weights))[0, 1] > 0.95
+    assert torch.corrcoef(torch.stack(weights))[0, 1] > (0.8 if credit == "oar_p" else 0.95)
 
 
 @pytest.mark.slow
