@@ -344,12 +344,14 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     rows = [] if args.credit == "uniform" else micro.advantages.nonzero().flatten().tolist()
     probes, counts = find_probes(run, micro, rows), [len(rows), 0, 0]
     if probes is not None:
+        small = args.rollout_weights == "quantized"
         if args.credit == "oar_p":  # many forwards, of changes that bf16 does not drown
-            copy = dense if args.rollout_weights == "dense" else contextlib.nullcontext
-            with copy(run.model), run.accelerator.autocast():
+            copy = contextlib.nullcontext() if small else dense(run.model)
+            with copy, run.accelerator.autocast():
                 found, counts[2] = perturbation_scores(run, micro, probes)
-        else:
-            with in_fp32(run):
+        else:  # a dense copy in fp32 only where rollouts have it, too
+            small = small or args.dtype != "float32"
+            with in_fp32(run), contextlib.nullcontext() if small else dense(run.model):
                 found, counts[2] = gradient_scores(run, micro, probes)
         for values, row, reasoning in zip(found, probes.rows, probes.reasoning):
             scores[row, : int(reasoning.sum())] = values[reasoning].to(scores.dtype)

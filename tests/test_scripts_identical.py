@@ -118,7 +118,7 @@ def test_no_script_grows(script):
     credit = sum(region.count("\n") for region in REGION.findall(source))
     longest = LINES.get(script.stem, max(LINES.values()))  # of a copy, which may be any method's
     assert source.count("\n") <= longest, source.count("\n")
-    assert credit <= 232, credit
+    assert credit <= 235, credit
 
 
 def test_the_comparison_sees_every_difference():
