@@ -234,7 +234,7 @@ def run_in(group: Path, folder: Path, gold: str) -> subprocess.CompletedProcess:
 def test_where_memory_runs_out_the_kernel_kills_a_worker_and_the_run_goes_on(
     memory_group, tmp_path
 ):
-    """To judge an answer against 9!!!! takes all the memory there is, and over five seconds."""
+    """To judge an answer against 2^(10^11) takes all the memory there is, and over five seconds."""
     done = run_in(memory_group, tmp_path / "free", "\\frac{1}{3}")
     assert done.returncode == 0, done.stderr
     files = {"memory.max_usage_in_bytes": "memory.limit_in_bytes", "memory.peak": "memory.max"}
@@ -244,7 +244,7 @@ def test_where_memory_runs_out_the_kernel_kills_a_worker_and_the_run_goes_on(
         if (memory_group / name).exists()
     )
     limit.write_text(str(int(used.read_text()) + (150 << 20)))
-    done = run_in(memory_group, tmp_path / "limited", "9!!!!")
+    done = run_in(memory_group, tmp_path / "limited", "2^{10^{11}}")
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert done.stderr.count("killed by signal 9 (the kernel does that when memory runs out)") == 1
     assert done.stderr.count("a grading worker") == 1
