@@ -382,7 +382,7 @@ def collect(run: Run, data: tuple, metrics: dict) -> tuple[Batch, dict[int, Prob
 
 def micro_batches(args: Args, batch: Batch) -> list[list[Batch]]:
     """Those of each update of a rollout: rows that have a gradient, like lengths together."""
-    batch.loss_mask &= ((batch.advantages != 0) | (args.beta > 0))[:, None]  # else it has none
+    batch.loss_mask = batch.loss_mask & ((batch.advantages != 0) | (args.beta > 0))[:, None]
     useful = batch.loss_mask.any(1)
     updates, parts = args.steps_per_generation // args.gradient_accumulation_steps, []
     for part in torch.arange(len(useful), device=useful.device).chunk(updates):

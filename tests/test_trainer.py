@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, load_data_once, random_batch, randomise_adapter
+from conftest import ROOT, TINY, random_batch, randomise_adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
