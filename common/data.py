@@ -20,8 +20,9 @@ from common.reward import boxed_span, call_reward_func, last_boxed
 class Problem(NamedTuple):
     prompt: str | list  # text, or chat messages
     answer: str
-    steps: tuple[int, ...] = ()  # the right result of each step; of the embedded task only
+    steps: tuple[int, ...] = ()  # the right result of each step that a solution must state
     columns: dict = {}  # noqa: RUF012  the row without its prompt; never written to
+    opening: int = 1  # sentences before the one that states the first: a chain's states the start
 
 
 # The embedded task: "Start with 23, add 19, double it." -> worked steps -> \boxed{84} ------------
@@ -86,23 +87,24 @@ _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _SENTENCE_END = re.compile(r"\.(?![0-9])")
 
 
-def stated_results(text: str, num_steps: int) -> list[tuple[int, int]]:
-    """Character span of the result that each step states: the last number of its sentence (the
-    first states the start). A sentence without a number has an empty span at its end, a step that
+def stated_results(text: str, num_steps: int, opening: int = 1) -> list[tuple[int, int]]:
+    """Character span of the result that each step states: the last number of its sentence, after
+    `opening` others. A sentence without a number has an empty span at its end, a step that
     is not there one at the end of the text."""
-    spans, begin = [], 0
-    stops = [m.start() for m in itertools.islice(_SENTENCE_END.finditer(text), num_steps + 1)]
-    for stop in (stops + [len(text)] * (num_steps + 1))[: num_steps + 1]:
+    spans, begin, count = [], 0, num_steps + opening
+    stops = [m.start() for m in itertools.islice(_SENTENCE_END.finditer(text), count)]
+    for stop in (stops + [len(text)] * count)[:count]:
         numbers = [m.span() for m in _NUMBER.finditer(text, begin, stop)]
         spans.append(numbers[-1] if numbers else (stop, stop))
         begin = min(stop + 1, len(text))
-    return spans[1:]
+    return spans[opening:]
 
 
 def first_error(text: str, problem: Problem) -> int | None:
     """The first character of a chain that differs from a right result or the boxed answer:
     `len(text)` if what is wrong is that the text ends, None if all are right."""
-    claims = [*stated_results(text, len(problem.steps)), boxed_span(text) or (len(text), len(text))]
+    stated = stated_results(text, len(problem.steps), problem.opening)
+    claims = [*stated, boxed_span(text) or (len(text), len(text))]
     for (begin, end), right in zip(claims, [*map(str, problem.steps), problem.answer], strict=True):
         if text[begin:end] != right:
             return begin + len(os.path.commonprefix([text[begin:end], right]))
@@ -110,7 +112,7 @@ def first_error(text: str, problem: Problem) -> int | None:
 
 
 def correctness(grader, texts: Sequence[str], problems: Sequence[Problem]) -> list[float]:
-    """1 for a right final answer, else 0. An embedded chain must get every step right as well:
+    """1 for a right final answer, else 0. A problem with steps must have every step right as well:
     slips that cancel earn nothing."""
     verdicts = grader.grade(texts, [problem.answer for problem in problems])
     return [
@@ -124,7 +126,8 @@ def token_roles(pieces: Sequence[str], problem: Problem) -> list[str]:
     digit of a step's stated result), "first_wrong" (the one token at which the solution first goes
     wrong, the last one if it ends too early) or ""."""
     text = "".join(pieces)
-    spans, error = stated_results(text, len(problem.steps)), first_error(text, problem)
+    spans = stated_results(text, len(problem.steps), problem.opening)
+    error = first_error(text, problem)
     error = -1 if error is None else min(error, len(text) - 1)
     roles = []
     for begin, end in itertools.pairwise(itertools.accumulate(map(len, pieces), initial=0)):
@@ -210,7 +213,9 @@ def parse_rows(
         answer = text.strip() if stated is None and answer_key != "solution" else stated
         if prompt and answer:
             columns = {key: row[key] for key in row if key != prompt_key}
-            problems.append(Problem(prompt, answer, columns=columns))
+            steps = row["steps"] if isinstance(row.get("steps"), list) else ()
+            steps = tuple(steps) if all(type(step) is int for step in steps) else ()
+            problems.append(Problem(prompt, answer, steps, columns, opening=0))
     why = f"no prompt in {prompt_key} or no final answer in {answer_key}"
     left_out = f"{len(rows) - len(problems)} of {len(rows)} rows of {name} are left out: {why}"
     if not problems:

