@@ -520,17 +520,19 @@ class Decoder:
         for i, sliding in enumerate(self.cache.is_sliding):
             if sliding:  # its window is in the mask: a graph would not see this layer roll
                 self.cache.layers[i] = StaticLayer(width + room)
-        inputs = {"attention_mask": real.long(), "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
-        inputs |= {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-        logits = model(input_ids=ids.clamp(min=0), **inputs).logits[:, -1]
+        logits = self.read(ids.clamp(min=0), real.long(), (real.cumsum(1) - 1).clamp(min=0))
         self.cache.reorder_cache(copies)
-        # Of the n rows in progress, which `keep` makes fewer
-        self.place = torch.arange(len(u), device=device)  # [n]
+        self.place = torch.arange(len(u), device=device)  # [n] in progress: `keep` makes n less
         self.padding = (self.ids[:, :width] < 0).sum(1, keepdim=True)  # [n, 1]
         self.mask = (self.ids >= 0).long()  # [n, P + T]
         self.column = torch.tensor([width], device=device)  # [1] of the next token
         self.age, self.graph = 0, None
         self.emit(logits[copies])
+
+    def read(self, ids: Tensor, attention: Tensor, positions: Tensor) -> Tensor:  # logits [n, V]
+        inputs = {"attention_mask": attention, "position_ids": positions, "use_cache": True}
+        out = self.model.base_model(input_ids=ids, past_key_values=self.cache, **inputs)
+        return head_logits(self.model, out.last_hidden_state[:, -1])  # of 3D it copies the head
 
     def emit(self, logits: Tensor) -> None:
         """Samples the token of the present column for each row, from its logits [n, V]."""
@@ -541,10 +543,8 @@ class Decoder:
 
     def step(self) -> None:
         """Reads that token, and samples the next column's."""
-        inputs = {"attention_mask": self.mask, "position_ids": self.column - self.padding}
-        inputs |= {"past_key_values": self.cache, "use_cache": True}
-        tokens = self.ids[self.place, self.column][:, None]  # [n, 1]
-        logits = self.model(input_ids=tokens, **inputs).logits[:, -1]
+        tokens = self.ids[self.place, self.column, None]  # [n, 1]
+        logits = self.read(tokens, self.mask, self.column - self.padding)
         self.column.add_(1)
         self.emit(logits)
 

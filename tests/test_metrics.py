@@ -311,6 +311,7 @@ def run_of(folder: Path, *texts: str, main: bool = True, rollout: int = 0) -> Si
     args = SimpleNamespace(num_generations=2, output_dir=str(folder))
     accelerator = SimpleNamespace(is_main_process=main)
     more = {"tokenizer": tokenizer, "args": args, "accelerator": accelerator}
+    more["reward_funcs"] = {"accuracy_reward": (None, 1.0)}
     return SimpleNamespace(step=4, rollout=rollout, **more)
 
 
@@ -337,32 +338,36 @@ def test_completions_are_appended_by_the_main_process_alone(tmp_path):
 
 
 FINE = {"zero_std_share": 0.0, "truncated_share": 0.0, "reward": 0.5}
-HINTS = {  # the figures, the first completion, whether it is cut off -> what is said
-    "all is well": (FINE, "", False, []),
-    "equal": (FINE | {"zero_std_share": 1.0}, "", False, ["equal rewards .all 0.50"]),
+NOTHING = FINE | {"reward": 0.0}
+EARNS = "no completion earns anything"
+HINTS = {  # the figures, the first completion of two, whether it is cut off -> what is said
+    "all is well": (FINE, "\\boxed{6}", False, []),
+    "equal": (FINE | {"zero_std_share": 1.0}, "\\boxed{6}", False, ["equal rewards .all 0.50"]),
     "cut off": (FINE | {"truncated_share": 0.4}, "", True, ["40% .* cut off .*_length$"]),
     "no stop token": (FINE | {"truncated_share": 1.0}, "", True, ["100% .*never writes a stop"]),
-    "no box": (
-        FINE | {"reward": 0.0},
-        "It is 7.",
-        False,
-        ["no \\\\boxed.*system_prompt.*'It is 7"],
-    ),
-    "unended": (FINE | {"reward": 0.0}, "So we", True, ["first one \\(it is cut off\\): 'So we'"]),
-    "wrong": (FINE | {"reward": 0.0}, "\\boxed{6}", False, ["answer is wrong"]),
-    "long": (FINE | {"reward": 0.0}, "x" * 999, False, ["'x{300}'$"]),
+    "no box": (FINE, "It is 7.", False, ["50% .* that end have no \\\\boxed{}: .*--system_prompt"]),
+    "unended": (NOTHING, "So we", True, [f"{EARNS}.*: 'So we'"]),
+    "wrong": (NOTHING, "\\boxed{6}", False, [f"{EARNS}.*easier problems.*boxed"]),
+    "long": (NOTHING, "\\boxed{6}" + "x" * 999, False, ["x{291}'$"]),
 }
 
 
 @pytest.mark.parametrize("name", HINTS)
 def test_hints_say_why_a_first_rollout_teaches_nothing(tmp_path, name):
     figures, text, cut, expected = HINTS[name]
-    batch = micro([0, 1], [0.0, 0.0], truncated=torch.tensor([cut, not cut]))
+    batch = micro([0, 1], [0.0, 0.0], truncated=torch.tensor([cut, False]))
     said = hints(run_of(tmp_path, text, "\\boxed{1}"), figures, batch)
-    assert len(said) == len(expected)
+    assert len(said) == len(expected), said
     assert all(map(re.search, expected, said)), said
     later = hints(run_of(tmp_path, text, "\\boxed{1}", rollout=1), figures, batch)
     assert later == [hint for hint in said if "equal rewards" in hint]
+
+
+def test_a_missing_box_matters_to_the_accuracy_reward_alone(tmp_path):
+    run = run_of(tmp_path, "It is 7.", "It is 8.")
+    assert len(hints(run, FINE, micro([0, 1], [0.0, 0.0]))) == 1
+    run.reward_funcs = {"other": (len, 1.0)}
+    assert not hints(run, FINE, micro([0, 1], [0.0, 0.0]))
 
 
 def test_a_run_that_earns_nothing_leaves_what_it_wrote_and_why(run_main, tmp_path):
@@ -376,7 +381,7 @@ def test_a_run_that_earns_nothing_leaves_what_it_wrote_and_why(run_main, tmp_pat
     assert "the rewards of every group were equal" in page and "completions.jsonl" in page
     err = " ".join(err.split())
     assert "every group has equal rewards (all 0.00)" in err and "never writes a stop token" in err
-    assert "no completion earns anything. The first one (it is cut off): " in err
+    assert "no completion earns anything. The first one (if its form is right" in err
 
 
 def test_a_run_of_no_steps_leaves_what_it_wrote_in_the_evaluation(run_main, tmp_path):

@@ -284,11 +284,14 @@ class Scripted(torch.nn.Module):
         super().__init__()
         self.script, self.calls, self.config, self.dtype = script, 0, real.config, torch.float32
 
-    def forward(self, **_):
-        logits = torch.full((len(self.script), 1, 448), -1e4)
-        logits.scatter_(2, self.script[:, self.calls, None, None], 0.0)
+    def base_model(self, **_):
+        hidden = torch.full((len(self.script), 1, 448), -1e4)
+        hidden.scatter_(2, self.script[:, self.calls, None, None], 0.0)
         self.calls += 1
-        return SimpleNamespace(logits=logits)
+        return SimpleNamespace(last_hidden_state=hidden)
+
+    def get_output_embeddings(self):
+        return lambda hidden: hidden
 
 
 def test_masks_come_from_lengths_and_every_eos_ends(make_run):
