@@ -1,14 +1,21 @@
 """gpu_proof.py: what it reads, says and writes, with stand-ins for parts; slow: all in small."""
 
+import argparse
+import importlib
 import json
 import math
+import re
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import bench
 import gpu_proof
+import memory
 import pytest
+import torch
 from conftest import ROOT
 from gpu_proof import BEGIN, END, Part
 
@@ -148,6 +155,29 @@ def test_the_parts_take_half_an_hour_and_their_goals_can_be_read():
             assert "=" not in row["figure"] and row["verdict"] == "not run yet"
 
 
+@pytest.mark.parametrize("trl", [True, False])
+def test_the_full_commands_are_understood(monkeypatch, trl):
+    """By what they call, on a machine that has a GPU: --small hides a wrong flag's value."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = argparse.Namespace(folder=ROOT / "runs/x", small=False, smollm2=Path("/a b/smollm2"))
+    for part in gpu_proof.PARTS:
+        for command in gpu_proof.fill(part, options, trl).split(" && "):
+            words, flags = shlex.split(command), []
+            script = next((x for x in words if re.fullmatch(r"grpo_\w+", x)), "grpo_arca")
+            if "--json" in words:
+                asked = bench.parse_options(words[words.index(script) :])
+                flags, done = asked.flags, asked.trl == (trl and part.name.startswith("trl"))
+                assert done and asked.scripts == [script] and asked.json.startswith("runs/x/")
+            elif "tests/memory.py" in words:
+                flags = memory.parse_options(words[2:]).flags
+            elif "grpo_arca.py" in words:
+                flags = words[words.index("grpo_arca.py") + 1 :]
+            else:
+                assert (ROOT / words[1]).is_file()
+                flags = words[words.index("--") + 1 :] if "--" in words else []
+            importlib.import_module(script).parse_args(flags)
+
+
 # ---- Processes -----------------------------------------------------------------------------------
 def alive(pid: str) -> bool:
     return Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
@@ -181,6 +211,34 @@ def test_how_a_part_ended(tmp_path, command, expected):
     if "sleep" in command:  # what it left running would keep the card's memory
         time.sleep(0.2)
         assert not alive(printed.split()[-1])
+
+
+LAUNCHER = """
+case "$*" in *--resume_from_checkpoint\\ latest) echo resumed; exit 7;; esac
+echo begun
+[ "$1" = fails ] && exit 1
+[ "$1" = ends ] && touch checkpoint-4 && exit 0
+sleep 60 &
+touch checkpoint-4
+wait $!
+"""
+
+
+def test_a_run_is_killed_once_its_checkpoint_is_there_and_resumed(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")  # restored afterwards
+    (tmp_path / "launcher.sh").write_text(LAUNCHER)
+    with pytest.raises(SystemExit) as ended:
+        gpu_proof.kill("checkpoint-4", "bash", "launcher.sh", "goes on")
+    begun, killed, resumed = capfd.readouterr().out.splitlines()
+    assert (ended.value.code, begun, resumed) == (7, "begun", "resumed")
+    assert not alive(killed.removeprefix("killed "))
+    for how in ("fails", "ends"):
+        (tmp_path / "checkpoint-4").unlink()
+        with pytest.raises(SystemExit, match="it ended before it was killed"):
+            gpu_proof.kill("checkpoint-4", "bash", "launcher.sh", how)
+        assert "resumed" not in capfd.readouterr().out
+        (tmp_path / "checkpoint-4").touch()
 
 
 # ---- The command, with stand-ins for parts and card ----------------------------------------------
