@@ -549,8 +549,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--json", help="file that gets every repeat's figures too, a line for each method")
     add("--cache", default=f"{tempfile.gettempdir()}/qwen3-shapes", help="folder of checkpoints")
     options = parser.parse_args(argv[:cut])
-    options.flags = argv[cut + 1 :]
-    mine = argparse.ArgumentParser(add_help=False)
+    options.flags, mine = argv[cut + 1 :], argparse.ArgumentParser(add_help=False)
     mine.add_argument("--against"), mine.add_argument("--idle")
     options.shared = mine.parse_known_args(argv[:cut])[1] + argv[cut:]  # an older bench lacks it
     if options.json and options.against:
