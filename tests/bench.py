@@ -432,6 +432,14 @@ def progress(name: str, options: argparse.Namespace, repeat: int, began: float) 
     print(f"{name}: {kind} {repeat + 1} of {total}, {eta}", file=sys.stderr, flush=True)
 
 
+def save(path: str, name: str, timings: dict[str, list[dict]]) -> None:
+    """Appends a line of JSON for each method: its rows, which the table is the medians of."""
+    with open(path, "a") as file:
+        for credit, rows in timings.items():
+            line = {"script": name, "credit": credit, "rows": rows}
+            file.write(json.dumps(line, default=float) + "\n")
+
+
 def measure(name: str, credits: list[str], options: argparse.Namespace) -> list[str]:
     """The lines of one script: head, table, ratios to TRL."""
     bench = prepare(sys.modules[name], credits, options)
@@ -450,6 +458,8 @@ def measure(name: str, credits: list[str], options: argparse.Namespace) -> list[
         for repeat in range(total):
             ours(repeat)
     timings = {credit: rows[options.warmup :] for credit, rows in timings.items()}
+    if options.json:
+        save(options.json, name, timings | ({"TRL": trl.rows[options.warmup :]} if trl else {}))
     gib, uniform = weights_gib(bench.run.model), timings.get("uniform", [])
     lines = [f"{name}: {header(bench, options)}", "", f"| {COLUMNS} |", "|" + "---|" * 12]
     lines += [table_row(name, credit, rows, uniform, gib) for credit, rows in timings.items()]
@@ -536,12 +546,14 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     beside.add_argument("--against", type=Path, help="folder of another checkout, beside this one")
     add("--repeats", type=int, default=5)
     add("--warmup", type=int, default=2, help="repeats before those, not counted")
+    add("--json", help="file that gets every repeat's figures too, a line for each method")
     add("--cache", default=f"{tempfile.gettempdir()}/qwen3-shapes", help="folder of checkpoints")
     options = parser.parse_args(argv[:cut])
-    options.flags = argv[cut + 1 :]
-    mine = argparse.ArgumentParser(add_help=False)
+    options.flags, mine = argv[cut + 1 :], argparse.ArgumentParser(add_help=False)
     mine.add_argument("--against"), mine.add_argument("--idle")
     options.shared = mine.parse_known_args(argv[:cut])[1] + argv[cut:]  # an older bench lacks it
+    if options.json and options.against:
+        parser.error("--json keeps one checkout's figures: leave out --against")
     for name in set(options.scripts) - set(scripts):
         parser.error(f"no script {name}: there are {', '.join(scripts)}")
     if options.against and not (options.against / "tests/bench.py").is_file():

@@ -1,5 +1,7 @@
 """The bench runs through, on a shape small enough for a CPU."""
 
+import json
+
 import bench
 import pytest
 import torch
@@ -43,6 +45,22 @@ def test_planted_answers_are_found():
         if count > 8:
             begin, end = grpo_oar.answer_span(tokenizer, completion)
             assert tokenizer.decode(completion[begin:end]) == "7"
+
+
+def test_the_figures_are_kept_as_data(tmp_path, capsys):
+    """Of every script and method a line, with all repeats."""
+    path, rows = tmp_path / "figures.jsonl", [{"step": torch.tensor(2.5)}, {"step": 3.0}]
+    bench.save(path, "grpo_arca", {"uniform": rows, "TRL": []})
+    bench.save(path, "grpo_oar", {"oar_g": rows[1:]})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(x["script"], x["credit"], [row["step"] for row in x["rows"]]) for x in lines] == [
+        ("grpo_arca", "uniform", [2.5, 3.0]),
+        ("grpo_arca", "TRL", []),
+        ("grpo_oar", "oar_g", [3.0]),
+    ]
+    with pytest.raises(SystemExit):
+        bench.parse_options(["--json", str(path), "--against", str(bench.ROOT)])
+    assert "leave out --against" in capsys.readouterr().err
 
 
 OTHER_BENCH = """
