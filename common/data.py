@@ -215,7 +215,7 @@ def parse_rows(
             columns = {key: row[key] for key in row if key != prompt_key}
             steps = row["steps"] if isinstance(row.get("steps"), list) else ()
             steps = tuple(steps) if all(type(step) is int for step in steps) else ()
-            problems.append(Problem(prompt, answer, steps, columns, opening=0))
+            problems.append(Problem(prompt, answer, steps, columns, opening=int(not steps)))
     why = f"no prompt in {prompt_key} or no final answer in {answer_key}"
     left_out = f"{len(rows) - len(problems)} of {len(rows)} rows of {name} are left out: {why}"
     if not problems:

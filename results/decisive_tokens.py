@@ -2,17 +2,19 @@
 
     python results/decisive_tokens.py                            # the untrained policy
     python results/decisive_tokens.py runs/grpo_oar-oar_g-1      # and the one a run has trained
+    python results/decisive_tokens.py runs/smollm2 --problems 16 # a language model on its task
 
 The generator of the embedded task knows which tokens decide the outcome: the digits of every
-step's result. Printed for each method, over the completions of 32 held-out problems (4 samples
-each; OAR scores those with a boxed answer): the mean weight on decisive tokens over the mean weight
-of the completion, the same for the first wrong token, that token's AUROC (the chance that it weighs
-more than another token of its completion, 0.5 if the weights knew nothing), the concentration, and
-for OAR-G the rank correlation (Spearman) of its scores with OAR-P's over the reasoning; all are
-means over completions. With a run's folder it also writes results/heatmap.html: one group under
-every method.
+step's result; and so does a data set that names its steps. Printed for each method, over the
+completions of 32 held-out problems (4 samples each; OAR scores those with a boxed answer): the mean
+weight on decisive tokens over the mean weight of the completion, the same for the first wrong
+token, that token's AUROC (the chance that it weighs more than another token of its completion, 0.5
+if the weights knew nothing), the concentration, and for OAR-G the rank correlation (Spearman) of
+its scores with OAR-P's over the reasoning; all are means over completions. With a run's folder it
+also writes results/heatmap.html: one group under every method.
 """
 
+import argparse
 import importlib
 import json
 import sys
@@ -40,12 +42,32 @@ METHODS = [
     ("grpo_strace", "s_trace"),
 ]
 ON_PAGE = ("arca", "oar_p", "oar_g", "s_trace")
-SAMPLES, PROBLEMS = 4, 32
+SAMPLES = 4
+KEPT = (
+    "model_name_or_path dataset_name dataset_config dtype lora_r lora_alpha max_completion_length "
+    "gradient_checkpointing"
+).split()  # flags that a run's policy and task are of
 
 
-def prepare(module, credit: str, folder: str | None):
+def flags_of(folder: str | None) -> list[str]:
+    """Those of the run that left a folder."""
+    config = json.loads((Path(folder) / "config.json").read_text()) if folder else {}
+    return [f"--{name}={config[name]}" for name in KEPT if config.get(name) is not None]
+
+
+def held_out(module, flags: list[str], count: int) -> list:
+    """Each problem as often as it is sampled."""
+    args = module.parse_args([*flags, "--max_eval_samples", str(count)])
+    if args.dataset_name == "chain_arithmetic":
+        problems = chain_problems(count, held_out=True)  # in the order of the published figures
+    else:
+        problems = [problem for problem in module.load_data(args)[2][0] if problem.steps]
+    return [problem for problem in problems for _ in range(SAMPLES)]
+
+
+def prepare(module, credit: str, flags: list[str], folder: str | None):
     """A run of one method with the adapter of a folder, or a fresh one."""
-    flags = ["--credit", credit, "--num_generations", str(SAMPLES)]
+    flags = [*flags, "--credit", credit, "--num_generations", str(SAMPLES)]
     flags += ["--rollout_weights", "quantized"]
     args = module.parse_args(flags)
     run = module.build_run(args, module.load_data(args)[0])
@@ -102,16 +124,18 @@ def figures(run, batch, problems) -> dict[str, float]:
     return means | {name: values.nanmean().item() for name, values in stats.items()}
 
 
-def measure(folder: str | None) -> list[dict]:
-    """Prints the table of one policy; returns the page's groups."""
-    problems = [p for p in chain_problems(PROBLEMS, held_out=True) for _ in range(SAMPLES)]
+def measure(folder: str | None, like: str | None, count: int = 32) -> list[dict]:
+    """Prints the table of one policy, on the task of the run that left the folder `like`; returns
+    the page's groups."""
+    flags = flags_of(like)
+    problems = held_out(importlib.import_module("grpo_arca"), flags, count)
     print(f"\n{folder or 'untrained policy'}")
     print("| credit | decisive | first wrong | its AUROC | EffN/T | Gini | rank with OAR-P |")
     print("|---|---|---|---|---|---|---|")
     scores, groups, sampled = {}, [], None
     for name, credit in METHODS:
         module = importlib.import_module(name)
-        run = prepare(module, credit, folder)
+        run = prepare(module, credit, flags, folder)
         sampled = sampled or sample(module, run, problems)
         # Advantage 1: every row is scored.
         batch = replace(sampled, advantages=torch.ones_like(sampled.rewards))
@@ -133,10 +157,14 @@ def measure(folder: str | None) -> list[dict]:
 
 
 def main() -> None:
-    measure(None)
-    for folder in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folders", nargs="*", help="of runs")
+    parser.add_argument("--problems", type=int, default=32)
+    options = parser.parse_args()
+    measure(None, (options.folders or [None])[0], options.problems)
+    for folder in options.folders:
         step = {"step": json.loads((Path(folder) / "summary.json").read_text())["steps"]}
-        groups = [group | step for group in measure(folder)]
+        groups = [group | step for group in measure(folder, folder, options.problems)]
         flags = json.loads((Path(folder) / "config.json").read_text())
         title = f"One group under every method (policy trained with {flags['credit']})"
         write_credit_page(str(ROOT / "results/heatmap.html"), title, groups)

@@ -54,7 +54,7 @@ EXAMPLES = [worked(8, [("-", 2)]), worked(7, [("+", 4), ("-", 4)]), worked(6, [(
 
 
 def save_sums(path: Path, lengths: tuple[int, ...], count: int) -> None:
-    """`count` different problems of each length, of digits, whose every value is between 1 and 18."""
+    """`count` different problems of each length, of digits; every value is between 1 and 18."""
     messages = [{"role": "system", "content": "Calculate step by step."}]
     for asked, said, _ in EXAMPLES:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]

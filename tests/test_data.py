@@ -439,6 +439,34 @@ def test_answer_wins_over_solution_and_problem_over_prompt(tmp_path):
     assert data.parse_rows([row], "x", None, None) == [Problem("Q", "2", (), columns)]
 
 
+SUM = [  # completions of 7 + 5 - 4: 12, 8; and the character that is wrong first
+    ("7 + 5 = 12. 12 - 4 = 8. \\boxed{8}", None),
+    ("7 + 5 = 12. 12 - 4 = 9. \\boxed{9}", 21),
+    ("7 + 5 = 13. 13 - 4 = 8. \\boxed{8}", 9),  # slips that cancel
+    ("7 + 5 - 4 = 8. \\boxed{8}", 12),  # no steps
+    ("7 + 5 = 12. 12 - 4 = 8.", 23),
+]
+
+
+@pytest.mark.parametrize(("text", "wrong"), SUM)
+def test_steps_that_a_data_set_names_must_be_stated(text, wrong):
+    row = {"problem": "7 + 5 - 4", "answer": "8", "steps": [12, 8]}
+    (problem,) = data.parse_rows([row], "x", None, None)
+    assert problem.steps == (12, 8) and problem.columns["steps"] == [12, 8]
+    assert data.first_error(text, problem) == wrong
+    with Grader() as grader:
+        assert data.correctness(grader, [text], [problem]) == [float(wrong is None)]
+    marked = [i for i, role in enumerate(data.token_roles([*text], problem)) if role[:5] == "first"]
+    assert marked == ([] if wrong is None else [min(wrong, len(text) - 1)])
+
+
+@pytest.mark.parametrize("steps", [None, 2, "12, 8", ["12", "8"], [12.0], [{"a": 1}], []])
+def test_what_else_a_column_of_that_name_holds_is_no_steps(steps):
+    row = {"problem": "7 + 5 - 4", "answer": "8", "steps": steps}
+    (problem,) = data.parse_rows([row], "x", None, None)
+    assert problem.steps == () and problem.columns["steps"] == steps
+
+
 @pytest.mark.parametrize(
     "gold, expected",
     [
