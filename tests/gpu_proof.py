@@ -80,7 +80,7 @@ CHECKPOINT = "--credit uniform --shape 0.6B --repeats 1 --warmup 0"  # leaves it
 RANDOM = "--model_name_or_path {random} --reward_funcs gpu_proof.variety {gsm8k} --max_steps 2"
 RANDOM += f" --max_completion_length 128 {BRIEF}"
 SMOLLM2 = "--model_name_or_path {smollm2} --dataset_name {smollm2}/sums.jsonl"
-SMOLLM2 += " --max_completion_length 18"
+SMOLLM2 += " --max_completion_length 32"
 ONE_MICRO_BATCH = "--learning_rate 1e-5 --gradient_checkpointing False"
 ONE_MICRO_BATCH += " --per_device_train_batch_size 32 --gradient_accumulation_steps 1"
 # Figures

@@ -1,4 +1,4 @@
-"""results/compare.py on made-up runs, and results/learning.py on a made-up script. ~10 s."""
+"""results/compare.py on made-up runs, learning.py on a made-up script, the sums of smollm2.py."""
 
 import importlib.util
 import json
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from common.data import Problem, first_error, parse_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -20,7 +22,7 @@ def load(name: str):
     return module
 
 
-compare, learning = load("compare"), load("learning")
+compare, learning, smollm2 = load("compare"), load("learning"), load("smollm2")
 
 
 def fake_run(folder: Path, script: str, credit: str, seed: int, steps: int = 20, **flags) -> Path:
@@ -252,3 +254,27 @@ def test_what_learning_writes_is_what_compare_draws(project, monkeypatch):
     (run,) = compare.measured()["uniform (GRPO)"]
     assert run.accuracy == pytest.approx(0.7) and len(run.rewards) == 20
     assert learning.name_of("grpo_arca.py", []) == "grpo_arca-default"
+
+
+# --------------------------------------------------------------------------------------------------
+# The real model's task
+# --------------------------------------------------------------------------------------------------
+def test_sums_are_right_different_and_as_many_as_said(tmp_path):
+    smollm2.save_sums(tmp_path / "sums.jsonl", {1: 20, 3: 9})
+    rows = [json.loads(line) for line in (tmp_path / "sums.jsonl").open()]
+    asked = [row["prompt"][-1]["content"] for row in rows]
+    examples = [message["content"] for message in rows[0]["prompt"][1:-1]]
+    assert len({*asked, *examples[::2]}) == 29 + 3
+    assert [len(row["steps"]) for row in rows] == [1] * 20 + [3] * 9
+    for row, text in zip(rows, asked, strict=True):
+        first, *rest = text.split()
+        values = [int(first)]
+        for sign, number in zip(rest[::2], rest[1::2], strict=True):
+            values.append(values[-1] + int(sign + number))
+        assert row["steps"] == values[1:] and row["answer"] == str(values[-1]) and min(values) > 0
+    assert examples[:2] == ["7 + 4 - 4", "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}"]
+    problems = parse_rows(rows, "sums", None, None)
+    worked = smollm2.worked(5, [("+", 3), ("-", 7), ("+", 1)])
+    assert worked == ("5 + 3 - 7 + 1", "5 + 3 = 8. 8 - 7 = 1. 1 + 1 = 2. \\boxed{2}", [8, 1, 2])
+    solved = Problem(worked[0], "2", tuple(worked[2]), opening=problems[0].opening)
+    assert first_error(worked[1], solved) is None
