@@ -16,9 +16,11 @@ and ratios are taken within a repeat. Printed are medians, with quartiles in bra
 `--against FOLDER` runs each step here and in another checkout, by its own tests/bench.py, each in a
 process of its own, and prints the ratios. Defaults may differ between the two: give such flags.
 
+`--idle SHARE` makes rewards random, but all 0 in that share of the groups, as where a problem is too
+hard or too easy; the embedded policy, or another by flags, is graded without it.
+
 `--shape` is random weights in a published shape: a policy that neither stops nor answers. For it
-- rewards are random, and never the same for a whole group: every row is trained on. But those of
-  a share of the groups that `--idle` names are all 0, as where a problem is too hard or too easy;
+- rewards are random, and never the same for a whole group but the idle ones: every row is trained;
 - lengths are forced: `equal`, or `lognormal` with a mean of a third of the maximum, the same
   lengths in every repeat. Sampling is by inverse CDF and the stop token is id 0, so that a uniform
   of 0 stops a row for certain and one of 0.001 never does. The scripts do not change for it. TRL's
@@ -225,7 +227,11 @@ def prepare(module, credits: list[str], options: argparse.Namespace) -> Bench:
     args = methods[credits[0]]
     if options.shape == "tiny":
         tokenizer, data, _ = module.load_data(args)
-        return Bench(module, module.build_run(args, tokenizer), data, methods, None)
+        run = module.build_run(args, tokenizer)
+        run.grader = (
+            RandomRewards(options.idle, args.num_generations) if options.idle else run.grader
+        )
+        return Bench(module, run, data, methods, None)
     run = module.build_run(args, AutoTokenizer.from_pretrained(args.model_name_or_path))
     run.grader = RandomRewards(options.idle, args.num_generations)
     shape, generator = (256, options.prompt_tokens), torch.Generator().manual_seed(0)
@@ -243,14 +249,23 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def resident_gib(name: str) -> float:
+    """Of this process: VmRSS, now, or VmHWM, the most."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0]) / 2**20  # KiB
+
+
 def allocated_gib(device: torch.device) -> float:
-    return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else 0.0
+    on_gpu = device.type == "cuda"
+    return torch.cuda.memory_allocated(device) / GIB if on_gpu else resident_gib("VmRSS")
 
 
 def peak_gib(device: torch.device, others: float = 0.0) -> float:
-    """The most GPU memory since the last call, less the others'; NaN on a CPU."""
+    """The most memory since the last call, less the others'; on a CPU of the process, Python too."""
     if device.type != "cuda":
-        return math.nan
+        peak = resident_gib("VmHWM")
+        Path("/proc/self/clear_refs").write_text("5")  # the most is what there is now
+        return peak - others
     peak = torch.cuda.max_memory_allocated(device) / GIB
     torch.cuda.reset_peak_memory_stats(device)
     return peak - others
@@ -540,7 +555,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--prompt_tokens", type=int, default=128, help="of a shape's random prompts")
     add("--completion_tokens", type=int, help="at most; default 256, tiny: the script's")
     add("--lengths", choices=["equal", "lognormal"], default="equal", help="of a shape")
-    add("--idle", type=float, default=0.0, help="share of a shape's groups with equal rewards")
+    add("--idle", type=float, default=0.0, help="share of the groups with equal rewards")
     beside = parser.add_mutually_exclusive_group()
     beside.add_argument("--trl", action="store_true", help="TRL's GRPOTrainer beside ours")
     beside.add_argument("--against", type=Path, help="folder of another checkout, beside this one")

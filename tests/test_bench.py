@@ -141,8 +141,8 @@ def test_idle_groups_are_the_same_in_a_checkout_that_knows_none(tmp_path, idle, 
         assert [row["rewards"] for row in rows] == [own.grade([""] * 32, [""] * 32) for _ in rows]
 
 
-@pytest.mark.parametrize("argv", [["--idle", "0.5"], ["--idle", "2", "--shape", "8B"]])
-def test_idle_is_a_share_of_a_shapes_groups(argv, capsys):
+@pytest.mark.parametrize("argv", [["--idle", "-0.5"], ["--idle", "2", "--shape", "8B"]])
+def test_idle_is_a_share_of_the_groups(argv, capsys):
     with pytest.raises(SystemExit):
         bench.parse_options([*argv, "--layers", "1"])
     assert "--idle is a share" in capsys.readouterr().err
@@ -172,3 +172,13 @@ def test_a_shape_needs_a_gpu_or_fewer_layers(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench.parse_options(["--shape", "8B"])
     assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_the_peak_on_a_cpu_is_what_was_used_since_the_last_look():
+    device = torch.device("cpu")
+    before = bench.allocated_gib(device)
+    bench.peak_gib(device)
+    block = torch.ones(2**27)  # half a GiB
+    del block
+    assert 0.4 < bench.peak_gib(device, before) < 0.7
+    assert abs(bench.peak_gib(device, before)) < 0.2
