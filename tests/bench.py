@@ -16,8 +16,8 @@ and ratios are taken within a repeat. Printed are medians, with quartiles in bra
 `--against FOLDER` runs each step here and in another checkout, by its own tests/bench.py, each in a
 process of its own, and prints the ratios. Defaults may differ between the two: give such flags.
 
-`--idle SHARE` makes rewards random, but all 0 in that share of the groups, as where a problem is too
-hard or too easy; the embedded policy, or another by flags, is graded without it.
+`--idle SHARE` makes rewards random, but all 0 in that share of the groups, as where a problem is
+too hard or too easy; the embedded policy, or another by flags, is graded without it.
 
 `--shape` is random weights in a published shape: a policy that neither stops nor answers. For it
 - rewards are random, and never the same for a whole group but the idle ones: every row is trained;
@@ -261,7 +261,7 @@ def allocated_gib(device: torch.device) -> float:
 
 
 def peak_gib(device: torch.device, others: float = 0.0) -> float:
-    """The most memory since the last call, less the others'; on a CPU of the process, Python too."""
+    """The most memory since the last call, less the others'; on a CPU all of the process's."""
     if device.type != "cuda":
         peak = resident_gib("VmHWM")
         Path("/proc/self/clear_refs").write_text("5")  # the most is what there is now
