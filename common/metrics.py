@@ -297,7 +297,7 @@ def hints(run: Any, metrics: dict[str, float], batch: Any) -> list[str]:
     """What a beginner would not find in the numbers of a rollout."""
     found, first, texts = [], run.rollout == 0, completions_of(run, batch)[1]
     if metrics["zero_std_share"] == 1:
-        same = f"every group has equal rewards (all {metrics['reward']:.2f}), so the gradient is 0"
+        same = f"every group has equal rewards (mean {metrics['reward']:.2f}), so the gradient is 0"
         found.append(f"{same}: take easier or harder problems, or a larger --num_generations")
     if metrics["truncated_share"] > 0.3 and first:
         share = f"{metrics['truncated_share']:.0%} of completions are cut off before their end"
