@@ -2,7 +2,7 @@
 
     python results/precision.py                     # the embedded policy in bf16, a minute
     python results/precision.py --updates 10 --write smollm2 -- --model_name_or_path ~/smollm2 \\
-        --dataset_name sums.jsonl --max_completion_length 18 --learning_rate 1e-5
+        --dataset_name sums.jsonl --max_completion_length 32 --learning_rate 1e-5
 
 Flags after `--` are grpo_arca.py's. A policy in bf16 takes updates by plain GRPO; then, for the
 completions of one more rollout, against the same adapter on the same NF4 weights in fp32:
