@@ -331,13 +331,13 @@ def test_a_part_of_each_kind_in_small_on_a_cpu(tmp_path):
     before = [path.stat().st_mtime_ns if path.exists() else 0 for path in watched]
     folder, parts = tmp_path / "a b", ("strace", "kill", "profile", "smollm2")
     command = [sys.executable, ROOT / "tests/gpu_proof.py", "--small", "--folder", folder, *parts]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    subprocess.run(command, capture_output=True)  # 1, since other parts were not run
     report = json.loads((folder / "gpu.json").read_text())
     states = {name: report["parts"][name]["status"] for name in parts}
     assert [name for name, x in states.items() if x != "done"] == ["smollm2"], states
-    assert {row["verdict"] for row in report["rows"]} == {"skipped: no GPU"}
-    for row in report["rows"]:
-        if row["part"] in parts[:3] and "GiB" not in row["figure"]:
+    rows = [row for row in report["rows"] if row["part"] in parts]
+    assert {row["verdict"].partition(":")[0] for row in rows} == {"skipped"}, rows
+    for row in rows:
+        if row["part"] != "smollm2" and "GiB" not in row["figure"]:
             assert row["measured"] is not None, row
     assert before == [path.stat().st_mtime_ns if path.exists() else 0 for path in watched]
