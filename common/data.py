@@ -213,9 +213,9 @@ def parse_rows(
         answer = text.strip() if stated is None and answer_key != "solution" else stated
         if prompt and answer:
             columns = {key: row[key] for key in row if key != prompt_key}
-            steps = row["steps"] if isinstance(row.get("steps"), list) else ()
-            steps = tuple(steps) if all(type(step) is int for step in steps) else ()
-            problems.append(Problem(prompt, answer, steps, columns, opening=int(not steps)))
+            whole = isinstance(steps := row.get("steps"), list) and {*map(type, steps)} == {int}
+            named = {"steps": tuple(steps), "opening": 0} if whole else {}
+            problems.append(Problem(prompt, answer, columns=columns, **named))
     why = f"no prompt in {prompt_key} or no final answer in {answer_key}"
     left_out = f"{len(rows) - len(problems)} of {len(rows)} rows of {name} are left out: {why}"
     if not problems:

@@ -295,20 +295,22 @@ def log_completions(run: Any, kind: str, batch: Any, problems: list, rewards: li
 
 def hints(run: Any, metrics: dict[str, float], batch: Any) -> list[str]:
     """What a beginner would not find in the numbers of a rollout."""
-    found, first, texts = [], run.rollout == 0, completions_of(run, batch)[1]
+    found = []
     if metrics["zero_std_share"] == 1:
         same = f"every group has equal rewards (mean {metrics['reward']:.2f}), so the gradient is 0"
         found.append(f"{same}: take easier or harder problems, or a larger --num_generations")
-    if metrics["truncated_share"] > 0.3 and first:
-        share = f"{metrics['truncated_share']:.0%} of completions are cut off before their end"
-        why = "" if metrics["truncated_share"] < 1 else " (or the model never writes a stop token)"
-        found.append(f"{share}: raise --max_completion_length{why}")
+    if run.rollout > 0:  # the rest is said once
+        return found
+    if metrics["truncated_share"] > 0.3:
+        cut = f"{metrics['truncated_share']:.0%} of completions are cut off before their end"
+        found.append(f"{cut}: raise --max_completion_length, or does it never write a stop token?")
+    texts = completions_of(run, batch)[1]
     ended = [text for text, cut in zip(texts, batch.truncated, strict=True) if not cut]
     share = sum(last_boxed(text) is None for text in ended) / max(1, len(ended))
-    if share > 0.3 and first and ACCURACY in run.reward_funcs:
+    if share > 0.3 and ACCURACY in run.reward_funcs:
         how = "ask for one in --system_prompt, or with a worked example (prompts may be messages)"
         found.append(f"{share:.0%} of completions that end have no \\boxed{{}}: {how}")
-    if metrics["reward"] == 0 and first:
+    if metrics["reward"] == 0:
         cure = "if its form is right, take easier problems or a larger model"
         found.append(f"no completion earns anything. The first one ({cure}): {texts[0][:300]!r}")
     return found

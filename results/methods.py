@@ -1,8 +1,8 @@
 """Draws results/methods.png: one wrong completion of a policy under four methods.
 
-    python results/methods.py runs/smollm2       # of README's third command, or any other run's
+    accelerate launch grpo_oar.py && python results/methods.py runs/grpo_oar-oar_g-1
 
-Takes the group of decisive_tokens.py, and of its wrong completions the longest.
+Takes the groups of decisive_tokens.py, and of their wrong completions the first.
 """
 
 import sys
@@ -45,12 +45,11 @@ def draw(axis, title: str, tokens: list[dict]) -> None:
 
 
 def main() -> None:
-    groups = {group["heading"]: group for group in measure(sys.argv[1], sys.argv[1], 16)}
+    groups = {group["heading"]: group for group in measure(sys.argv[1], sys.argv[1])}
     figure, axes = plt.subplots(len(TITLES), 1, figsize=(11, 4.4))
     for axis, (credit, title) in zip(axes, TITLES.items(), strict=True):
         wrong = [c for c in groups[credit]["completions"] if c["reward"] == 0]
-        longest = max(wrong, key=lambda completion: len(completion["tokens"]))
-        tokens = [t for t in longest["tokens"] if not t["text"].startswith("<|")]
+        tokens = [t for t in wrong[0]["tokens"] if not t["text"].startswith("<|")]
         draw(axis, title, tokens)
     prompt, answer = (groups["arca"][name] for name in ("prompt", "answer"))
     figure.suptitle(f"{prompt}  (right: {answer})", x=0.02, ha="left")

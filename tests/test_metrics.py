@@ -343,8 +343,13 @@ EARNS = "no completion earns anything"
 HINTS = {  # the figures, the first completion of two, whether it is cut off -> what is said
     "all is well": (FINE, "\\boxed{6}", False, []),
     "equal": (FINE | {"zero_std_share": 1.0}, "\\boxed{6}", False, ["equal rewards .mean 0.50"]),
-    "cut off": (FINE | {"truncated_share": 0.4}, "", True, ["40% .* cut off .*_length$"]),
-    "no stop token": (FINE | {"truncated_share": 1.0}, "", True, ["100% .*never writes a stop"]),
+    "cut off": (
+        FINE | {"truncated_share": 0.4},
+        "",
+        True,
+        ["40% .* cut off .*--max_completion_length"],
+    ),
+    "no stop token": (FINE | {"truncated_share": 1.0}, "", True, ["100% .*never write a stop"]),
     "no box": (FINE, "It is 7.", False, ["50% .* that end have no \\\\boxed{}: .*--system_prompt"]),
     "unended": (NOTHING, "So we", True, [f"{EARNS}.*: 'So we'"]),
     "wrong": (NOTHING, "\\boxed{6}", False, [f"{EARNS}.*easier problems.*boxed"]),
@@ -359,7 +364,9 @@ def test_hints_say_why_a_first_rollout_teaches_nothing(tmp_path, name):
     said = hints(run_of(tmp_path, text, "\\boxed{1}"), figures, batch)
     assert len(said) == len(expected), said
     assert all(map(re.search, expected, said)), said
-    later = hints(run_of(tmp_path, text, "\\boxed{1}", rollout=1), figures, batch)
+    run = run_of(tmp_path, rollout=1)
+    run.tokenizer = None  # nothing is decoded again
+    later = hints(run, figures, batch)
     assert later == [hint for hint in said if "equal rewards" in hint]
 
 
@@ -380,7 +387,7 @@ def test_a_run_that_earns_nothing_leaves_what_it_wrote_and_why(run_main, tmp_pat
     page = " ".join((tmp_path / "out/credit.html").read_text().split())
     assert "the rewards of every group were equal" in page and "completions.jsonl" in page
     err = " ".join(err.split())
-    assert "every group has equal rewards (mean 0.00)" in err and "never writes a stop token" in err
+    assert "every group has equal rewards (mean 0.00)" in err and "never write a stop token" in err
     assert "no completion earns anything. The first one (if its form is right" in err
 
 

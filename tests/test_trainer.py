@@ -122,6 +122,15 @@ def test_greedy_generation_equals_transformers(make_run, rollout_weights):
         assert out.truncated[row] == (ours[-1] != 2)
 
 
+def test_the_head_is_asked_for_rows_of_a_matrix(make_run):
+    """Of a slice of [B, T, H], a CPU in bf16 would copy the head's weight for each row."""
+    run, shapes = make_run(), []
+    head = run.model.get_base_model().get_output_embeddings()
+    head.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    sample(run, prompts_of(run), torch.zeros(4, 24))
+    assert len(shapes) > 1 and all(len(shape) == 2 for shape in shapes)
+
+
 def test_finished_rows_are_dropped_and_nothing_else_changes(make_run, monkeypatch):
     """Each completion as if it were alone, where no row can be dropped."""
     run = make_run(max_completion_length=80, adapter=0.0)
