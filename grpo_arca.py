@@ -61,12 +61,12 @@ LAUNCHER = os.getppid() if "ACCELERATE_MIXED_PRECISION" in os.environ else os.ge
 (SCRIPT.parent / "common").is_dir() or sys.exit(f"copy common/ to {SCRIPT.parent}, too")
 
 from common.data import DataError, Problem, grade_batch, load_data, problem_at, reward_batch
-from common.metrics import RunLog, credit_group, credit_metrics, eval_metrics, gap_to_stock, hints
-from common.metrics import introduction, log_completions, report_run, rollout_metrics, start_log
-from common.metrics import timed
+from common.metrics import RunLog, credit_metrics, eval_metrics, hints, log_completions, stock_gap
+from common.metrics import credit_group, introduction, report_run, rollout_metrics, start_log, timed
 from common.reward import Grader, RewardError, load_reward_funcs
 
 TINY_POLICY = str(SCRIPT.parent / "common/tiny_policy")
+SCHEDULES = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # that this cannot run on
 
 
@@ -121,6 +121,7 @@ class Args:
     # objective
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag("grpo", "per completion | batch | max len")
     scale_rewards: Literal["group", "batch", "none"] = flag("group", "std the advantage is over")
+    negative_weight: float = flag(1.0, "of advantages below 0; 0: learn from the rest", "[0, inf)")
     epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon")
     epsilon_high: float | None = flag(None, "and above 1 + this; default epsilon", "[0, inf)")
     beta: float = flag(0.0, "weight of the k3 KL to the base (adapter disabled)", "[0, inf)")
@@ -135,9 +136,7 @@ class Args:
     learning_rate: float = flag((4e-3, 4e-5), "AdamW's peak; see README for where it is from")
     weight_decay: float = flag(0.0, "AdamW's weight decay", "[0, inf)")
     warmup_steps: int = flag((3, 10), "updates of linear warm-up to the peak", "[0, inf)")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
-        "cosine", "after the warm-up (which constant has not)"
-    )
+    lr_scheduler_type: SCHEDULES = flag("cosine", "after the warm-up (which constant has not)")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0 is off", "[0, inf)")
     max_steps: int = flag((45, 200), "updates; 0 evaluates and stops", "[0, inf)")
     seed: int = flag(1, "of the adapter, the data order and every sample", "[0, 4294967296)")
@@ -340,6 +339,7 @@ def collect(run: Run, data: tuple, metrics: dict) -> tuple[Batch, dict[int, Prob
     rewards = torch.empty(total, device=batch.ids.device)
     rewards[accelerator.gather(batch.rows)] = accelerator.gather(batch.rewards)
     advantages = group_advantages(rewards.view(-1, args.num_generations), args.scale_rewards)
+    advantages[advantages < 0] *= args.negative_weight
     batch.advantages = advantages.flatten()[batch.rows]
     batch.loss_mask = batch.mask & ~(batch.truncated & args.mask_truncated_completions)[:, None]
     batch.update_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item() / updates
@@ -702,7 +702,7 @@ def check_model(run: Run, prompt: list[int]) -> None:
     endless = replace(run, eos_ids=run.eos_ids[:0])  # so that there are 8 tokens
     try:
         batch = sample(endless, torch.arange(2), [prompt, prompt[len(prompt) // 3 :]], u)
-        gap = gap_to_stock(run, batch, run.policy(batch)[0])
+        gap = stock_gap(run, batch, run.policy(batch)[0])
         box = run.tokenizer.encode("\\boxed{7}", add_special_tokens=False)[-7:]  # for OAR
         batch.ids[:, -len(box) :], batch.loss_mask = torch.tensor(box), batch.mask
         batch.advantages = batch.rows + 1.0

@@ -286,9 +286,8 @@ def encode_prompt(
     try:
         text = tokenizer.apply_chat_template(messages, **how)
     except Exception as error:  # a template is a program: it raises what it likes
-        raise DataError(
-            f"the chat template fails, check --system_prompt and --chat_template_kwargs: {error}"
-        ) from error
+        advice = "check --system_prompt and --chat_template_kwargs"
+        raise DataError(f"the chat template fails, {advice}: {error}") from error
     return tokenizer(text, add_special_tokens=False).input_ids
 
 

@@ -78,7 +78,7 @@ def control_weights(kind: str, weights: Tensor, mask: Tensor, u: Tensor) -> Tens
 
 
 @torch.no_grad()
-def gap_to_stock(run: Any, batch: Any, logp: Tensor) -> float:
+def stock_gap(run: Any, batch: Any, logp: Tensor) -> float:
     """Nats between the log-probs of a batch whose rows end together, sampled or recomputed [B, T],
     and those of the model as transformers has it: one row at a time, eager attention, no cache."""
     base, length = run.model.get_base_model(), batch.mask.shape[1]
@@ -305,11 +305,10 @@ def hints(run: Any, metrics: dict[str, float], batch: Any) -> list[str]:
         cut = f"{metrics['truncated_share']:.0%} of completions are cut off before their end"
         found.append(f"{cut}: raise --max_completion_length, or does it never write a stop token?")
     texts = completions_of(run, batch)[1]
-    ended = [text for text, cut in zip(texts, batch.truncated, strict=True) if not cut]
-    share = sum(last_boxed(text) is None for text in ended) / max(1, len(ended))
-    if share > 0.3 and ACCURACY in run.reward_funcs:
+    boxes = [last_boxed(text) for text, cut in zip(texts, batch.truncated) if not cut]
+    if boxes.count(None) > 0.3 * len(boxes) and ACCURACY in run.reward_funcs:
         how = "ask for one in --system_prompt, or with a worked example (prompts may be messages)"
-        found.append(f"{share:.0%} of completions that end have no \\boxed{{}}: {how}")
+        found.append(f"{boxes.count(None)} of {len(boxes)} that end have no \\boxed{{}}: {how}")
     if metrics["reward"] == 0:
         cure = "if its form is right, take easier problems or a larger model"
         found.append(f"no completion earns anything. The first one ({cure}): {texts[0][:300]!r}")

@@ -79,6 +79,7 @@ SHARED = {
     "torch_compile": ("false", "maybe"),  # compiling takes minutes on a CPU
     "loss_type": ("grpo dapo dr_grpo", "ppo GRPO bnpo"),
     "scale_rewards": ("group batch none", "std true"),
+    "negative_weight": ("0 0.25 1 3", "-0.1 nan inf x"),
     "epsilon": ("0.0001 0.2 0.9", "0 -0.2 nan x"),
     "epsilon_high": ("0 0.28 5", "-0.5 -1 nan x"),
     "beta": ("0 0.04 1", "-0.1 nan inf x"),

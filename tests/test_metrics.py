@@ -350,7 +350,7 @@ HINTS = {  # the figures, the first completion of two, whether it is cut off -> 
         ["40% .* cut off .*--max_completion_length"],
     ),
     "no stop token": (FINE | {"truncated_share": 1.0}, "", True, ["100% .*never write a stop"]),
-    "no box": (FINE, "It is 7.", False, ["50% .* that end have no \\\\boxed{}: .*--system_prompt"]),
+    "no box": (FINE, "It is 7.", False, ["1 of 2 that end have no \\\\boxed{}: .*--system_prompt"]),
     "unended": (NOTHING, "So we", True, [f"{EARNS}.*: 'So we'"]),
     "wrong": (NOTHING, "\\boxed{6}", False, [f"{EARNS}.*easier problems.*boxed"]),
     "long": (NOTHING, "\\boxed{6}" + "x" * 999, False, ["x{291}'$"]),

@@ -382,9 +382,9 @@ def test_check_sees_attention_without_what_a_family_adds(save_model, capsys, mon
             layer.self_attn.sinks.fill_(1.0)
         return gap(run, batch, logp)
 
-    gap = grpo_arca.gap_to_stock
+    gap = grpo_arca.stock_gap
     monkeypatch.setattr(grpo_arca, "build_run", build_without_sinks)
-    monkeypatch.setattr(grpo_arca, "gap_to_stock", stock)
+    monkeypatch.setattr(grpo_arca, "stock_gap", stock)
     sentence = refusal(capsys, lambda: start(folder, load_in_4bit=False))
     assert f"{folder} is not supported" in sentence
 

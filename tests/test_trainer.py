@@ -535,6 +535,34 @@ def test_dapo_divides_by_the_mean_tokens_of_the_rollouts_updates(make_run):
         assert torch.allclose(ours[1], theirs[1], atol=1e-7)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_negative_weight_scales_the_gradient_of_what_is_below_the_mean(make_run, loss_type):
+    """The gradient is linear in it, and at 0 that of TRL's loss with those advantages at 0: rows
+    are left out of the work, not of what the loss is divided by."""
+    gradients, kept = {}, {}
+    for weight in (0.0, 0.25, 1.0):
+        run = make_run(negative_weight=weight, loss_type=loss_type, max_completion_length=80)
+        run.grader = ByLength()
+        data = ([Problem("x", "1")] * 2, prompts_of(run, 2))
+        batch, _ = trainer.collect(run, data, {})
+        mask, advantages = batch.loss_mask, batch.advantages
+        ((micro,),) = trainer.micro_batches(run.args, batch)
+        kept[weight], micro.credit, logp = len(micro.rows), micro.mask.float(), micro.sampled_logp
+        counts = (len(batch.rows), batch.update_tokens)
+        ours = loss_and_gradient(run.args, micro, logp, logp, *counts)[1]
+        gradients[weight] = torch.zeros_like(batch.sampled_logp)
+        for row, values in zip(micro.rows.tolist(), ours, strict=True):
+            gradients[weight][batch.rows.tolist().index(row), : len(values)] = values
+    assert kept[1.0] == kept[0.25] == len(mask) > kept[0.0] == int((advantages > 0).sum())
+    assert (gradients[0.0] != 0).any() and not torch.allclose(gradients[0.0], gradients[1.0])
+    quarter = 0.75 * gradients[0.0] + 0.25 * gradients[1.0]
+    assert torch.allclose(gradients[0.25], quarter, atol=1e-8)
+    logp, batch.advantages = batch.sampled_logp, advantages.clamp(min=0)
+    batch.loss_mask = batch.mask
+    theirs = trl_loss(batch, logp, logp, loss_type)[1]
+    assert torch.allclose(gradients[0.0], theirs, atol=1e-7)
+
+
 class ByLength:
     """A grader that pays for long texts: no group is constant."""
 
