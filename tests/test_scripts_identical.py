@@ -23,6 +23,7 @@ OURS = {
     "prompt_column": "TRL wants the columns renamed beforehand",
     "answer_column": "TRL leaves it to the reward function",
     "system_prompt": "TRL wants it in the data",
+    "negative_weight": "TRL treats what is below the mean as what is above it",
     "rollout_weights": "how our own decode loop runs; TRL samples through vLLM or generate()",
     "max_eval_samples": "held-out problems to evaluate on",
 }
