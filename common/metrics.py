@@ -47,8 +47,7 @@ def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
     weights [B, T] >= 0 in any scale, mask [B, T] bool or 0/1; outside it nothing is read, even NaN.
       gini   0 for uniform weights, (n-1)/n for all weight on one of n tokens
       effn   effective number of tokens over their number ("EffN/T"): 1 uniform, 1/n one-hot
-    NaN where a completion has n <= 1 tokens or zero total weight: use nanmean.
-    """
+    NaN where a completion has n <= 1 tokens or zero total weight: use nanmean."""
     w = torch.where(mask.bool(), weights.double(), 0.0)  # [B, T]; where, not *: NaN * 0 is NaN
     n, total = mask.bool().sum(1), w.sum(1)  # [B]
     p = w.sort(dim=1).values / total[:, None]  # [B, T], the padding's zeros first
@@ -109,8 +108,7 @@ def eval_metrics(verdicts: list[tuple[str, int, float]]) -> dict[str, float]:
 
 
 def _means(run: Any, batches: list[dict[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
-    """Means of values over all processes' batches, each with what it counts for; one over nothing
-    is left out."""
+    """Means over all processes of pairs (values, what each counts for); none over nothing."""
     sums = 0.0
     for pairs in batches:
         sums += torch.tensor([[(x * w).sum(), w.sum()] for x, w in pairs.values()]).double()
@@ -220,8 +218,7 @@ class RunLog:
     """metrics.jsonl in output_dir, an object for each update and evaluation, and config.json: the
     flags and `environment`. resume_step > 0 keeps the rows from before that checkpoint, here and in
     completions.jsonl. track(figures, step) is called after each row is in the file. output_dir is
-    None on all processes but the main one: nothing is written. rows: as written, loaded ones too.
-    """
+    None on all processes but the main one: nothing is written. rows: as written, or loaded."""
 
     def __init__(self, output_dir: str | None, config: dict, resume_step: int, track: Callable):
         self.rows, self.path, self._track = [], None, track
@@ -271,12 +268,15 @@ def introduction(config: dict, problems: list, held_out: list, processes: int) -
     """What will be trained on what."""
     total = config["per_device_train_batch_size"] * config["steps_per_generation"] * processes
     kind = f"{'NF4' if config['load_in_4bit'] else 'unquantised'}, LoRA of rank {config['lora_r']}"
+    cpu = not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability()
+    slow = cpu == "AVX2" and config["dtype"] == "bfloat16"  # a product takes 80 times as long
+    note = ". This CPU has no fast bfloat16: --dtype float32 will do better" if slow else ""
     return (
         f"{config['credit']} credit for {config['model_name_or_path']} ({kind}) on "
         f"{config['dataset_name']} ({len(problems)} problems, {len(held_out)} held out): "
         f"{total // config['num_generations']} prompts x {config['num_generations']} completions "
         f"of at most {config['max_completion_length']} tokens a rollout, {config['max_steps']} "
-        f"updates at a learning rate of {config['learning_rate']:g}, into {config['output_dir']}"
+        f"updates at a rate of {config['learning_rate']:g}, into {config['output_dir']}{note}"
     )
 
 

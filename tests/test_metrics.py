@@ -24,6 +24,7 @@ import torch
 from huggingface_hub import ModelCard
 from tqdm import tqdm
 
+import grpo_arca
 from common import metrics
 from common.data import Problem
 from common.metrics import (
@@ -34,6 +35,7 @@ from common.metrics import (
     environment,
     eval_metrics,
     hints,
+    introduction,
     log_completions,
     pass_at_k,
     report_run,
@@ -488,6 +490,18 @@ def strict(path: Path) -> list[dict]:
 
 def run_log(folder: Path | None, resume_step: int = 0, track=lambda *row: None, **flags) -> RunLog:
     return RunLog(folder and str(folder), flags, resume_step, track)
+
+
+@pytest.mark.parametrize("cpu", ["AVX2", "AVX512"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_introduction_says_where_bfloat16_is_slow(monkeypatch, cpu, dtype, cuda):
+    """Where torch has no kernel for it, SmolLM2 in bf16 takes days of what is half an hour."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    text = introduction(vars(grpo_arca.parse_args(["--dtype", dtype])), [1, 2], [3], processes=2)
+    assert ("--dtype float32" in text) == (cpu == "AVX2" and dtype == "bfloat16" and not cuda)
+    assert "arca credit for" in text and "(2 problems, 1 held out): 32 prompts x 8" in text
 
 
 def test_run_log_writes_strict_json(tmp_path):
