@@ -5,6 +5,7 @@
     python results/learning_curves.py --list        # the runs, and which are done
     python results/learning_curves.py --draw        # table and figure of what is there
     python results/learning_curves.py --once runs/once   # half an hour: one run of each kind again
+    python results/learning_curves.py --smollm2 smollm2  # on the language model of that folder
 
 Worth (gradient_quality.py) can only show where noise is what limits learning. So rollouts are
 small: 16 completions of 2 problems, on chains of 8 operations (where exact credit is worth most),
@@ -18,10 +19,15 @@ for (--regimes "one update, constant rate"), with a learning rate that does not 
     curves    each method at its learning rate on seeds 1 to 8, evaluated on 100 held-out
               problems, 4 samples each, every 10 rollouts
 
+With `--smollm2` it is SmolLM2-135M on sums (smollm2.py): 30 rollouts of 32 completions of 4
+problems, one update each, 36 held-out problems, 8 samples each, and no oracle; one seed for a
+sweep, three for curves. Flags after `--` go to the scripts: `-- --dtype bfloat16` where the CPU
+has it.
+
 Data order and uniforms of a seed are the same for every method, so runs are paired by seed. Figures
 are the area under the held-out curve (its mean) and its end, as differences to uniform with 95%
-percentile bootstraps over seeds. Runs are folders of runs/learning_curves/; results/
-learning_curves.csv has a line a method, learning_curves_runs.csv a line a run.
+t-intervals over seeds. Runs are folders of runs/learning_curves/; results/learning_curves.csv has a
+line a method, learning_curves_runs.csv a line a run.
 """
 
 import argparse
@@ -53,6 +59,10 @@ TASK = [
     "--model_name_or_path", str(ROOT / "common/long_policy"), "--dataset_config", "8",
     "--max_completion_length", "160",
 ]  # fmt: skip
+
+
+SHOWN = -0.15, 0.1  # of differences in the figure
+MORE: list[str] = []  # flags of the command line, for every run
 
 
 class Method(NamedTuple):
@@ -96,6 +106,33 @@ METHODS = {
     ),
 }
 CONTROL = UNIFORM, ORACLE, *_ = list(METHODS)[:4]
+# The 97.5th percentile of Student's t with 1, 2, ... degrees of freedom
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
+
+
+def on_smollm2(folder: Path) -> None:
+    """The study's settings, with the language model and the task of smollm2.py in their place."""
+    seeds, here = (1, 2, 3), {"regimes": ("SmolLM2",)}
+    methods = {
+        UNIFORM: Method("grpo_arca.py", "--credit uniform", seeds, **here),
+        "arca": Method("grpo_arca.py", "--credit arca", seeds, **here),
+        "oar_g": Method("grpo_oar.py", "--credit oar_g", seeds, **here),
+        "s_trace": Method("grpo_strace.py", "--credit s_trace", seeds, **here),
+        "right completions alone": Method(
+            "grpo_arca.py", "--credit uniform --negative_weight 0", seeds, **here
+        ),
+        "oar_p": Method("grpo_oar.py", "--credit oar_p", (1,), **here, rate_of="oar_g"),
+    }
+    task = {
+        "model_name_or_path": folder, "dataset_name": folder / "sums.jsonl",
+        "max_completion_length": 32, "gradient_checkpointing": False, "num_generations_eval": 8,
+        "per_device_eval_batch_size": 144,
+    }  # fmt: skip
+    settings = {"METHODS": methods, "CONTROL": (UNIFORM,), "REGIMES": {"SmolLM2": 1}}
+    settings |= {"FOLDER": ROOT / "runs/learning_curves_smollm2", "SWEEP_SEEDS": (101,)}
+    settings |= {"RATES": {"SmolLM2": ("2e-4", "4e-4", "8e-4")}, "ROLLOUTS": 30}
+    settings |= {"COMPLETIONS": 32, "HELD_OUT": 36, "SHOWN": (-0.3, 0.3)}
+    globals().update(settings, TASK=[f"--{name}={value}" for name, value in task.items()])
 
 
 class Run(NamedTuple):
@@ -123,7 +160,8 @@ class Run(NamedTuple):
             "lr_scheduler_type": "constant_with_warmup" if self.regime == CONSTANT else "cosine",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
-        return [sys.executable, str(ROOT / method.script), *TASK, *words, *method.flags.split()]
+        words += method.flags.split() + MORE
+        return [sys.executable, str(ROOT / method.script), *TASK, *words]
 
     def done(self) -> bool:
         return (self.folder / "summary.json").exists()
@@ -142,14 +180,14 @@ class Run(NamedTuple):
 
 
 # ---- Which runs ----------------------------------------------------------------------------------
-def sweep(regime: str, method: str, seeds=SWEEP_SEEDS) -> list[Run]:
+def sweep(regime: str, method: str) -> list[Run]:
     name = METHODS[method].rate_of or method
-    return [Run(regime, name, rate, seed, False) for rate in RATES[regime] for seed in seeds]
+    return [Run(regime, name, rate, seed, False) for rate in RATES[regime] for seed in SWEEP_SEEDS]
 
 
-def best_rate(regime: str, method: str, seeds=SWEEP_SEEDS) -> str | None:
+def best_rate(regime: str, method: str) -> str | None:
     """The learning rate with the highest mean reward in training; None before the sweep is done."""
-    runs = sweep(regime, method, seeds)
+    runs = sweep(regime, method)
     if not all(run.done() for run in runs):
         return None
     rewards = {rate: [] for rate in RATES[regime]}
@@ -169,7 +207,7 @@ def plan(stage: str, regimes: list[str], names: list[str]) -> list[Run]:
     names = CONTROL if stage == "control" else names
     pairs = [(r, n) for r in regimes for n in names if r in METHODS[n].regimes]
     stages = {"sweep": [sweep], "curves": [curves], "control": [sweep, curves]}[stage]
-    runs = [run for make in stages for pair in pairs for run in make(*pair)]
+    runs = {run: None for make in stages for pair in pairs for run in make(*pair)}  # each once
     return sorted(runs, key=lambda run: (run.held_out, run.seed))
 
 
@@ -227,10 +265,14 @@ def passed_tokens(run: Run) -> tuple[float, float]:
     return sampled, (4 + base) * sampled + 1.5 * probes
 
 
-def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95% percentile bootstrap of a mean."""
-    drawn = np.random.default_rng(seed).integers(len(values), size=(10_000, len(values)))
-    return tuple(np.percentile(values[drawn].mean(1), [2.5, 97.5]))
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """95% t-interval of a mean; infinite of one value."""
+    if len(values) < 2:
+        return -np.inf, np.inf
+    degrees = len(values) - 1
+    t = STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + 2.6 / degrees
+    half = t * values.std(ddof=1) / len(values) ** 0.5
+    return values.mean() - half, values.mean() + half
 
 
 def share_needed(curve: np.ndarray, other: np.ndarray) -> float:
@@ -307,6 +349,7 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
             left.plot(rollouts, mean, label=f"{name} ({row['seeds']} seeds)", **style)
             for key, marker, shift in (("area", "o", -0.15), ("end", "s", 0.15)):
                 ends, y = [row[f"{key}_low"], row[f"{key}_high"]], place + shift
+                ends = np.clip(ends, -1, 1)  # infinite of one seed
                 right.plot(ends, [y] * 2, color=colours[name], linewidth=2, alpha=0.5)
                 right.plot(row[f"{key}_more"], y, marker, color=colours[name], markersize=5)
         left.set_title(f"Held-out accuracy, {regime}", loc="left", fontweight="bold")
@@ -315,7 +358,7 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
         right.axvline(0, color="#888888", linewidth=1)
         right.set_yticks(range(len(here)), [row["method"] for row in here], fontsize=8)
         right.set_ylim(len(here) - 0.4, -0.6)
-        right.set_xlim(-0.15, 0.1)  # an interval that goes on beyond it is in the table
+        right.set_xlim(*SHOWN)  # an interval that goes on beyond it is in the table
         right.set_title("Over uniform: area (dot) and end (square)", loc="left", fontweight="bold")
         for axes in (left, right):
             axes.tick_params(labelbottom=True)
@@ -336,9 +379,14 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    of_scripts = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    MORE[:], words = sys.argv[of_scripts + 1 :], sys.argv[1:of_scripts]
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--smollm2", type=Path, help="a folder that smollm2.py made")
+    if model := first.parse_known_args(words)[0].smollm2:
+        on_smollm2(model.absolute())
+    how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "parents": [first]}
+    parser = argparse.ArgumentParser(description=__doc__, **how)
     parser.add_argument("--stage", choices=("control", "sweep", "curves"), help="default: all")
     parser.add_argument(
         "--regimes", nargs="+", choices=REGIMES, help=f"default: all but {CONSTANT}"
@@ -348,9 +396,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--list", action="store_true", help="say what there is to do, and stop")
     parser.add_argument("--draw", action="store_true", help="train nothing more")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/learning_curves")
+    name = "learning_curves" + "_smollm2" * bool(model)
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / name)
     parser.add_argument("--once", type=Path, help="folder for one run of each kind again")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.seeds:
         METHODS.update({m: x._replace(seeds=tuple(args.seeds)) for m, x in METHODS.items()})
     regimes = args.regimes or [regime for regime in REGIMES if regime != CONSTANT]

@@ -1,6 +1,7 @@
 """results/learning_curves.py: its statistics by hand, and the study in small."""
 
 import csv
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -45,10 +46,29 @@ def test_the_share_of_rollouts_by_hand():
     assert study.share_needed(curve, np.array([0.1])) == 0
 
 
-def test_an_interval_holds_the_mean_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    ends = [study.interval(rng.normal(size=30), seed) for seed in range(200)]
-    assert 0.88 < np.mean([low < 0 < high for low, high in ends]) < 0.98
+@pytest.mark.parametrize("size", [3, 8, 20])
+def test_an_interval_holds_the_mean_as_often_as_it_says(size):
+    draws = np.random.default_rng(size).normal(size=(4000, size))
+    ends = [study.interval(values) for values in draws]
+    assert 0.935 < np.mean([low < 0 < high for low, high in ends]) < 0.965
+    assert study.interval(np.array([0.3])) == (-np.inf, np.inf)
+
+
+def test_the_study_of_the_language_model_has_its_own_task_and_flags(monkeypatch, tmp_path, capsys):
+    for name in ("METHODS", "CONTROL", "REGIMES", "FOLDER", "SWEEP_SEEDS", "RATES", "ROLLOUTS"):
+        monkeypatch.setattr(study, name, getattr(study, name))  # so that they come back
+    for name in ("COMPLETIONS", "HELD_OUT", "SHOWN", "TASK", "MORE"):
+        monkeypatch.setattr(study, name, getattr(study, name))
+    words = ["--smollm2", str(tmp_path), "--list", "--stage", "sweep", "--", "--dtype", "bfloat16"]
+    monkeypatch.setattr(sys, "argv", ["learning_curves.py", *words])
+    study.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 * 3 and "SmolLM2-s_trace-4e-4-101" in lines[10]  # oar_p has oar_g's
+    run = study.Run("SmolLM2", "right completions alone", "4e-4", 1, True)
+    command = run.command()
+    assert f"--dataset_name={tmp_path}/sums.jsonl" in command and command[-1] == "bfloat16"
+    args = importlib.import_module("grpo_arca").parse_args(command[2:])
+    assert (args.negative_weight, args.max_steps, args.per_device_train_batch_size) == (0, 30, 32)
 
 
 def test_the_sweep_chooses_by_training_reward_and_the_table_is_paired(small):
