@@ -2,7 +2,7 @@
 
     python results/compare.py runs/*                   # your runs, into ./compare.png
     python results/compare.py runs/* --output a.pdf
-    python results/compare.py                          # results/*.json, which learning.py writes
+    python results/compare.py                          # data/*.json, which learning.py writes
 
 Runs that differ in the seed alone (or in where they write and on what they run) are one group.
 Left, the mean reward of a group's runs, smoothed, and the range of single runs. Right, held-out
@@ -22,8 +22,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-FOLDER = Path(__file__).resolve().parent
-MEASURED = {  # results/<file>.json -> its label, in this order
+FOLDER = Path(__file__).resolve().parent / "data"
+MEASURED = {  # results/data/<file>.json -> its label, in this order
     "grpo_arca-uniform": "uniform (GRPO)",
     "grpo_arca-default": "arca",
     "grpo_arca-shuffled": "shuffled (arca's weights, permuted)",
@@ -116,7 +116,7 @@ def groups_of(folders: list[Path]) -> dict[str, list[Run]]:
 
 
 def measured() -> dict[str, list[Run]]:
-    """The groups of results/*.json."""
+    """The groups of results/data/*.json."""
     found = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
     groups = {}
     for stem in sorted(found, key=lambda stem: [*MEASURED, stem].index(stem)):
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--output", help="the picture (.png, .pdf, .svg); default ./compare.png")
     args = parser.parse_args()
     if args.output is None and Path.cwd() == FOLDER:
-        fail("this would replace the picture in results/: say where with --output")
+        fail("this would replace the picture in results/data/: say where with --output")
     groups = groups_of(args.folders) if args.folders else measured()
     if not groups:
         fail("no finished run to draw")

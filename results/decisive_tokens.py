@@ -11,7 +11,7 @@ weight on decisive tokens over the mean weight of the completion, the same for t
 token, that token's AUROC (the chance that it weighs more than another token of its completion, 0.5
 if the weights knew nothing), the concentration, and for OAR-G the rank correlation (Spearman) of
 its scores with OAR-P's over the reasoning; all are means over completions. With a run's folder it
-also writes results/heatmap.html: one group under every method.
+also writes results/data/heatmap.html: one group under every method.
 """
 
 import argparse
@@ -167,7 +167,7 @@ def main() -> None:
         groups = [group | step for group in measure(folder, folder, options.problems)]
         flags = json.loads((Path(folder) / "config.json").read_text())
         title = f"One group under every method (policy trained with {flags['credit']})"
-        write_credit_page(str(ROOT / "results/heatmap.html"), title, groups)
+        write_credit_page(str(ROOT / "results/data/heatmap.html"), title, groups)
 
 
 if __name__ == "__main__":

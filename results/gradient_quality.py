@@ -29,8 +29,8 @@ the long policy on 6 and 8 (all made here if missing). Oracles know the task (st
 advantage of each step, on the digits that state it or on all its tokens; GRPO's advantage on the
 first wrong token alone where there is one, else on all results' digits; and on those digits always.
 `other samples` is uniform credit on other problems and samples, the null test: its worth must be 1.
-Gradients are kept in runs/gradient_quality/, 7 MB a batch; the table is results/
-gradient_quality.csv, the picture gradient_quality.png.
+Gradients are kept in runs/gradient_quality/, 7 MB a batch; the table is gradient_quality.csv and
+the picture gradient_quality.png of results/data/.
 """
 
 import argparse
@@ -432,7 +432,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--draw", action="store_true", help="measure nothing more")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/gradient_quality")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/gradient_quality")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/data/gradient_quality")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:split])
     args.flags = sys.argv[split + 1 :]

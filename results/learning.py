@@ -7,7 +7,7 @@
 Each run is the README's command from a shell, one after the other, into runs/<name>-<seed>, the
 name from script and flags. Prints a table: held-out sampled accuracy before and after, wall clock
 from the shell prompt to the end, and the largest resident memory of any of the processes so far.
---write also puts the figures into results/<name>.json, which compare.py draws.
+--write also puts the figures into results/data/<name>.json, which compare.py draws.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("script")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--write", action="store_true", help="replace results/<name>.json")
+    parser.add_argument("--write", action="store_true", help="replace results/data/<name>.json")
     args, flags = parser.parse_known_args()
     name, results = name_of(args.script, flags), []
     for seed in args.seeds:
@@ -73,7 +73,7 @@ def main() -> None:
     print(f"after: {mean(after):.3f}{spread} (mean and std over seeds)")
     if args.write:
         text = json.dumps({"flags": flags, "runs": results}, indent=2)
-        (ROOT / "results" / f"{name}.json").write_text(text)
+        (ROOT / "results/data" / f"{name}.json").write_text(text)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ has it.
 
 Data order and uniforms of a seed are the same for every method, so runs are paired by seed. Figures
 are the area under the held-out curve (its mean) and its end, as differences to uniform with 95%
-t-intervals over seeds. Runs are folders of runs/learning_curves/; results/learning_curves.csv has a
-line a method, learning_curves_runs.csv a line a run.
+t-intervals over seeds. Runs are folders of runs/learning_curves/. In results/data/,
+learning_curves.csv has a line a method, learning_curves_runs.csv a line a run.
 """
 
 import argparse
@@ -397,7 +397,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="say what there is to do, and stop")
     parser.add_argument("--draw", action="store_true", help="train nothing more")
     name = "learning_curves" + "_smollm2" * bool(model)
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / name)
+    parser.add_argument("--output", type=Path, default=ROOT / "results/data" / name)
     parser.add_argument("--once", type=Path, help="folder for one run of each kind again")
     args = parser.parse_args(words)
     if args.seeds:

@@ -1,4 +1,4 @@
-"""Draws results/methods.png: one wrong completion of a policy under four methods.
+"""Draws results/data/methods.png: one wrong completion of a policy under four methods.
 
     accelerate launch grpo_oar.py && python results/methods.py runs/grpo_oar-oar_g-1
 
@@ -54,8 +54,8 @@ def main() -> None:
     prompt, answer = (groups["arca"][name] for name in ("prompt", "answer"))
     figure.suptitle(f"{prompt}  (right: {answer})", x=0.02, ha="left")
     figure.tight_layout(rect=(0, 0, 1, 0.98))
-    figure.savefig(ROOT / "results/methods.png", dpi=100)
-    print(f"wrote {Path('results/methods.png')}")
+    figure.savefig(ROOT / "results/data/methods.png", dpi=100)
+    print(f"wrote {Path('results/data/methods.png')}")
 
 
 if __name__ == "__main__":

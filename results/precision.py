@@ -197,7 +197,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--updates", type=int, default=10)
-    parser.add_argument("--write", help="results/precision_<this>.csv")
+    parser.add_argument("--write", help="results/data/precision_<this>.csv")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, flags = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     transformers.logging.set_verbosity_error()
@@ -207,7 +207,7 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else v for k, v in row.items()))
     if options.write:
-        with open(ROOT / f"results/precision_{options.write}.csv", "w", newline="") as file:
+        with open(ROOT / f"results/data/precision_{options.write}.csv", "w", newline="") as file:
             keys = {key: None for row in rows for key in row}
             writer = csv.DictWriter(file, list(keys))
             writer.writeheader()

@@ -9,8 +9,8 @@ Both regimes train on the same completions. "on" makes one update of 128 a rollo
 is 1 and the traces only weight the gradient; "off" makes four of 32, and the past ratios and the
 clip count too. A run is a folder of --output_dir; it is skipped where summary.json exists and
 flags.json says the same flags, and goes on where it was interrupted. The tables are rewritten after
-every run: strace_sweep.csv has a line a run, strace_sweep.md the mean and the standard deviation
-over the seeds.
+every run: data/strace_sweep.csv has a line a run, strace_sweep.md the mean and the standard
+deviation over the seeds.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quantiles", nargs="*", type=float, default=[0.5, 0.8])
     parser.add_argument("--rollouts", type=int, default=50, help="of 128 completions, each run")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs/strace_sweep")
-    parser.add_argument("--tables", type=Path, default=ROOT / "results/strace_sweep")
+    parser.add_argument("--tables", type=Path, default=ROOT / "results/data/strace_sweep")
     parser.add_argument("--list", action="store_true", help="say what there is to do, and stop")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:split])

@@ -7,8 +7,9 @@
 Each part has processes of its own and a time limit: its seconds below, 1,800 in all, and what those
 before it left of theirs. One that fails or takes too long ends alone, and the next call does it
 again, but not one that is done. <folder>/<part>/output.txt has all that it printed. After each part
-results/gpu.json and the section "On a GPU" of results/README.md are written anew: measured, goal,
-and whether it holds. Without a GPU nothing does: it is "skipped: no GPU", and both are in <folder>.
+results/data/gpu.json and the section "On a GPU" of results/README.md are written anew: measured,
+goal, and whether it holds. Without a GPU nothing does: it is "skipped: no GPU", and both are in
+<folder>.
 """
 
 import argparse
@@ -275,7 +276,9 @@ def write_report(states: dict[str, dict], options, machine: dict) -> list[dict]:
     readme = folder / "README.md"
     text = readme.read_text() if readme.exists() else f"{BEGIN}\n{END}\n"
     text = replace_section(text, section(report))
-    (folder / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    where = folder / "gpu.json" if options.small else folder / "data/gpu.json"
+    where.parent.mkdir(exist_ok=True)
+    where.write_text(json.dumps(report, indent=1) + "\n")
     readme.write_text(text)
     return rows
 

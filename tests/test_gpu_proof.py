@@ -264,7 +264,7 @@ def prove(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             gpu_proof.main()
         lines = [line for line in capsys.readouterr().out.splitlines() if line[0] != " "]
-        report = json.loads((tmp_path / "results/gpu.json").read_text())
+        report = json.loads((tmp_path / "results/data/gpu.json").read_text())
         return ended.value.code, [line.split()[1].strip(":") for line in lines], report
 
     return start
@@ -327,7 +327,7 @@ def test_mistakes_are_a_sentence(monkeypatch, tmp_path, capsys):
 def test_a_part_of_each_kind_in_small_on_a_cpu(tmp_path):
     """A bench, a run that is killed, a profile and one that lacks its model: they end, the figures
     are found, nothing is called a pass and results/ is left alone. (All take ten minutes.)"""
-    watched = [ROOT / "results/README.md", ROOT / "results/gpu.json"]
+    watched = [ROOT / "results/README.md", ROOT / "results/data/gpu.json"]
     before = [path.stat().st_mtime_ns if path.exists() else 0 for path in watched]
     folder, parts = tmp_path / "a b", ("strace", "kill", "profile", "smollm2")
     command = [sys.executable, ROOT / "tests/gpu_proof.py", "--small", "--folder", folder, *parts]

@@ -188,13 +188,13 @@ def test_what_is_not_a_finished_run_is_left_out_with_a_line_each(tmp_path):
 
 @pytest.mark.slow
 def test_without_arguments_it_draws_the_measured_runs_and_never_into_results(tmp_path):
-    before = (RESULTS / "compare.png").stat()
+    before = (RESULTS / "data/compare.png").stat()
     done = draw(tmp_path, "--output", tmp_path / "here.png")
     assert done.returncode == 0 and "1  uniform (GRPO)\n2  arca\n" in done.stdout
     assert (tmp_path / "here.png").read_bytes().startswith(PNG)
-    done = draw(RESULTS)  # where its default would be the committed picture
+    done = draw(RESULTS / "data")  # where its default would be the committed picture
     assert done.returncode == 2 and "--output" in done.stderr
-    assert (RESULTS / "compare.png").stat() == before
+    assert (RESULTS / "data/compare.png").stat() == before
     for output in ("none/a.png", "a.none"):
         done = draw(tmp_path, "--output", output)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
@@ -206,8 +206,8 @@ def test_without_arguments_it_draws_the_measured_runs_and_never_into_results(tmp
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
-    """A root with an empty results/, where a run only notes its command line."""
-    (tmp_path / "results").mkdir()
+    """A root with an empty results/data/, where a run only notes its command line."""
+    (tmp_path / "results/data").mkdir(parents=True)
     commands = tmp_path / "commands.txt"
 
     def run(command, **_):
@@ -244,13 +244,14 @@ def test_learning_prints_and_writes_only_when_told_to(project, monkeypatch, caps
     assert lines == [
         f"grpo_x.py {flags} --seed {s} --output_dir {project}/runs/{name}-{s}" for s in (1, 2, 3)
     ]
-    assert list((project / "results").iterdir()) == []
+    assert list((project / "results/data").iterdir()) == []
 
 
 def test_what_learning_writes_is_what_compare_draws(project, monkeypatch):
     learn(monkeypatch, "grpo_arca.py --write --seeds 2 --credit uniform")
-    assert [path.name for path in (project / "results").iterdir()] == ["grpo_arca-uniform.json"]
-    monkeypatch.setattr(compare, "FOLDER", project / "results")
+    folder = project / "results/data"
+    assert [path.name for path in folder.iterdir()] == ["grpo_arca-uniform.json"]
+    monkeypatch.setattr(compare, "FOLDER", folder)
     (run,) = compare.measured()["uniform (GRPO)"]
     assert run.accuracy == pytest.approx(0.7) and len(run.rewards) == 20
     assert learning.name_of("grpo_arca.py", []) == "grpo_arca-default"
