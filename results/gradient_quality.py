@@ -411,15 +411,13 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def write(rows: list[dict], stem: Path) -> None:
-    """The table as .csv, the picture as .png."""
-    with open(stem.with_suffix(".csv"), "w", newline="") as file:
+def write_table(rows: list[dict], path: Path) -> None:
+    with open(path, "w", newline="") as file:
         lines = csv.DictWriter(file, rows[0])
         lines.writeheader()
         for row in rows:
             shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
             lines.writerow(shown)
-    draw(rows, stem.with_suffix(".png"))
 
 
 def main() -> None:
@@ -451,7 +449,8 @@ def main() -> None:
     rows = [row for name in args.settings for row in tabulate(name, args.folder, args.batches)]
     if not rows:
         sys.exit("gradient_quality.py: nothing to draw: four batches of a setting are the least")
-    write(rows, args.output)
+    write_table(rows, args.output.with_suffix(".csv"))
+    draw(rows, args.output.with_suffix(".png"))
     for row in rows:
         parts = [f"{k} {row[k]:.2f} ({row[k + '_low']:.2f} - {row[k + '_high']:.2f})" for k in KEYS]
         parts.append(f"nearest {row['nearest']} ({row['nearest_cosine']:.3f})")

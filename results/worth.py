@@ -1,0 +1,248 @@
+"""Measure before you train: what is one completion worth under a credit method of yours?
+
+    python results/worth.py my_method.py "grpo_arca.py --credit surprisal"    # ten minutes, 2 cores
+    python results/worth.py my_method.py --batches 24 -- --model_name_or_path Qwen/Qwen3-1.7B \
+        --dataset_name openai/gsm8k --max_completion_length 256
+    python results/worth.py my_method.py --adapter runs/x/adapter -- ...   # in the middle of a run
+
+A method is a script with a CREDIT region and its flags, in quotes; those after `--` go to all of
+them and to plain GRPO, to which they are compared. Every method gets the same batches (each a
+rollout of those flags) at the same policy, and turns each into a gradient of the adapter. Printed,
+with 95% intervals over batches:
+
+    worth   signal-to-noise |mean|^2 / variance of the batch gradients over plain GRPO's: so many of
+            its completions are as good as one under the method
+    adam    the same with each coordinate over its root mean square, as the optimiser divides it
+    bias    cosine of the mean gradient with plain GRPO's, which is the policy gradient; 1 is none
+    aligned worth * bias^2: of the worth, what points along the policy gradient
+
+`half of the groups` is plain GRPO that leaves out every other group, and must be worth 1/2: if that
+does not lie in its interval, do not believe the rest. A policy that earns all or nothing has no
+gradient, and a method may be worth more at one policy than at another: measure at two.
+
+Of the adapter's gradient --coordinates are kept, the same random ones of each batch (all, where it
+has no more): what that does to the figures stands in results/README.md. It resumes; a script that
+has changed is measured again. Files are in runs/worth/, 4 bytes a coordinate, method and batch.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import multiprocessing
+import os
+import shlex
+import sys
+import time
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "results")]
+
+import torch
+import transformers
+from gradient_quality import UNIFORM, figures, load, write_table
+from peft import set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+
+import grpo_arca as trainer
+from common.data import DataError, load_data
+from common.reward import RewardError
+
+HALF = "half of the groups"
+SEED = ["--seed", "99"]  # flags of the command line come later, and win
+PLAIN = ["--credit", "uniform", "--negative_weight", "1"]
+
+
+def fail(message: object) -> None:
+    sys.exit(f"worth.py: error: {message}")
+
+
+# ---- What a process computes ---------------------------------------------------------------------
+@cache
+def load_script(path: Path):
+    spec = importlib.util.spec_from_file_location(f"method_{path.stem}", path)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_method(method: str) -> tuple:
+    """The script of "script.py --flag value" as a module, and its flags; ValueError if it is no
+    trainer."""
+    if method in (UNIFORM, HALF):
+        return trainer, PLAIN
+    script, *flags = shlex.split(method)
+    path = next((p for p in (Path(script), ROOT / script) if p.is_file()), Path())
+    if path.suffix != ".py":
+        raise ValueError(f"there is no script {script}: name a copy of grpo_arca.py")
+    module = load_script(path.resolve())
+    if not hasattr(module, "token_scores") or not hasattr(module, "policy_loss"):
+        raise ValueError(f"{script} has no token_scores or no policy_loss: name a trainer")
+    return module, flags
+
+
+@cache
+def prepare(flags: tuple[str, ...], adapter: str | None):
+    """A run at the policy that is asked for, and the problems that it draws from."""
+    args = trainer.parse_args([*SEED, *flags, *PLAIN])
+    tokenizer, data, _ = load_data(args)
+    run = trainer.build_run(args, tokenizer)
+    if adapter:
+        state = load_file(Path(adapter) / "adapter_model.safetensors")
+        unknown = set_peft_model_state_dict(run.model, state).unexpected_keys
+        if unknown:
+            raise ValueError(f"{adapter} is not of this model: it has {unknown[0]}")
+    return run, data
+
+
+def with_advantages(run, batch, negative_weight: float) -> list:
+    """Micro-batches of the rows that have a gradient, like lengths together."""
+    batch = replace(batch, advantages=batch.advantages.clone())
+    batch.advantages[batch.advantages < 0] *= negative_weight
+    rows = (batch.advantages != 0).nonzero().squeeze(1)
+    rows = rows[batch.attention[rows].sum(1).argsort(stable=True)]
+    return [batch.select(x) for x in rows.split(run.args.per_device_train_batch_size) if len(x)]
+
+
+def gradient(run, module, micros: list, completions: int) -> Tensor:
+    """The adapter's [parameters], on the CPU, of an update on scored micro-batches at ratio 1."""
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    total = torch.zeros(sum(p.numel() for p in trained))
+    for micro in micros:
+        logp = module.training_forward(run, micro)
+        scale = module.token_scale(run.args, micro.loss_mask, completions, micro.update_tokens)
+        loss, _ = module.policy_loss(run.args, micro, logp, logp.detach(), scale)
+        parts = torch.autograd.grad(loss, trained)
+        total += torch.cat([part.flatten() for part in parts]).float().cpu()
+    return total
+
+
+def measure(job: tuple) -> None:
+    """The gradients of one batch under the methods that its file lacks."""
+    path, batch, methods, flags, adapter, coordinates = job
+    torch.set_num_threads(1 if not trainer.CUDA else torch.get_num_threads())
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    found, (run, data) = load(path), prepare(flags, adapter)
+    run.rollout = batch
+    rollout, _ = trainer.collect(run, data, {})
+    found["reward"] = rollout.rewards.mean().cpu()
+    for key, method in methods.items():
+        if key in found:
+            continue
+        module, own = load_method(method)
+        args = module.parse_args([*SEED, *flags, *own])
+        copy, chosen = replace(run, args=args), replace(rollout)
+        if method == HALF:
+            kept = rollout.rows // args.num_generations % 2 == 0
+            chosen.advantages = torch.where(kept, rollout.advantages, 0.0)
+        micros = with_advantages(copy, chosen, args.negative_weight)
+        if micros:
+            module.score(copy, micros, {})
+        whole = gradient(copy, module, micros, len(rollout.rows))
+        places = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+        found[key] = (
+            whole[places[:coordinates].sort().values] if len(whole) > coordinates else whole
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(found, path.with_suffix(".partial"))
+    path.with_suffix(".partial").rename(path)
+
+
+# ---- The table -----------------------------------------------------------------------------------
+def keys_of(methods: list[str]) -> dict[str, str]:
+    """What a method's gradients are filed under: a changed script is another method."""
+    keys = {UNIFORM: UNIFORM, HALF: HALF}
+    for method in methods:
+        module, flags = load_method(method)
+        text = Path(module.__file__).read_bytes() + repr(flags).encode()
+        keys[hashlib.blake2b(text, digest_size=8).hexdigest()] = method
+    return keys
+
+
+def measure_all(jobs: list[tuple], processes: int) -> None:
+    """With progress and the time that is left."""
+    began, run = time.time(), map(measure, jobs)
+    if processes > 1:
+        pool = multiprocessing.get_context("spawn").Pool(processes)
+        run = pool.imap_unordered(measure, jobs)
+    for done, _ in enumerate(run, start=1):
+        left = (time.time() - began) / done * (len(jobs) - done) / 60
+        print(f"[{done}/{len(jobs)}] batches; {left:.0f} min left", file=sys.stderr, flush=True)
+
+
+def report(rows: list[dict], batches: int) -> str:
+    """A line a method, and how many batches would tell its worth to a tenth."""
+    lines = [f"{'':38s}{'worth':>22s}{'adam':>22s}{'bias':>22s}{'aligned':>22s}"]
+    for row in rows:
+        shown = []
+        for key in KEYS:
+            value, *ends = (f"{row[key + end]:.2f}" for end in ("", "_low", "_high"))
+            shown.append(f"{value} ({' - '.join(x if len(x) < 6 else '?' for x in ends)})")
+        lines.append(f"{row['method'][:37]:38s}" + "".join(f"{text:>22s}" for text in shown))
+    for row in rows[2:]:
+        width = (row["worth_high"] - row["worth_low"]) / 2 / max(row["worth"], 1e-9)
+        if 0.2 < width < 2:  # beyond it nobody can say
+            more = round(batches * (width / 0.2) ** 2)
+            lines.append(f"{row['method']}: about {more} batches for a fifth more or less")
+    null = rows[1]
+    if not null["worth_low"] < 0.5 < null["worth_high"]:
+        lines.append(f"do not believe this: {HALF} must be worth 0.5 (--batches, more)")
+    return "\n".join(lines)
+
+
+KEYS = ("worth", "adam", "bias", "aligned")
+
+
+def main() -> None:
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    how = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(description=__doc__, **how)
+    parser.add_argument("methods", nargs="*", help='"script.py --flag value"')
+    parser.add_argument("--batches", type=int, default=24)
+    parser.add_argument("--adapter", help="folder with an adapter of this model: the policy")
+    parser.add_argument("--coordinates", type=int, default=2**20, help="of a gradient, kept")
+    cores = 1 if trainer.CUDA else len(os.sched_getaffinity(0))
+    parser.add_argument("--processes", type=int, default=cores)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/worth")
+    parser.add_argument("--output", type=Path, help="the table as .csv")
+    options = parser.parse_args(sys.argv[1:split])
+    flags, batches = tuple(sys.argv[split + 1 :]), options.batches
+    if batches < 4:
+        fail("--batches: four are the least")
+    try:
+        methods = keys_of(options.methods)
+    except ValueError as error:
+        fail(error)
+    for module, own in map(load_method, methods.values()):  # a wrong flag ends here
+        args = module.parse_args([*SEED, *flags, *own])
+    groups = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
+    if groups % 2:
+        fail(f"a batch of {groups} groups has no half: make the number of groups even")
+    policy = "" if options.adapter is None else Path(options.adapter).resolve()
+    name = hashlib.blake2b(f"{flags} {policy} {options.coordinates}".encode(), digest_size=8)
+    paths = [options.folder / name.hexdigest() / f"{batch}.pt" for batch in range(batches)]
+    rest = (methods, flags, options.adapter, options.coordinates)
+    jobs = [(p, i, *rest) for i, p in enumerate(paths) if not methods.keys() <= load(p).keys()]
+    try:
+        measure_all(jobs, options.processes)
+    except (DataError, RewardError, OSError, ValueError, RuntimeError) as error:
+        fail(f"{error}"[:600])
+    found = [load(path) for path in paths]
+    stacked = {m: torch.stack([f[k] for f in found]).double().numpy() for k, m in methods.items()}
+    if not stacked[UNIFORM].any():
+        fail("every group of every batch has equal rewards: take easier or harder problems")
+    rows = figures(stacked)
+    print(f"{batches} batches, {sum(f['reward'] for f in found) / batches:.1%} of the reward")
+    print(report(rows, batches))
+    if options.output:
+        write_table(rows, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""results/worth.py: its gradients are those that training makes, and what it says to a mistake."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "results"))
+
+import worth
+
+import grpo_arca as trainer
+
+SMALL = (
+    "--per_device_train_batch_size=8", "--gradient_accumulation_steps=4", "--num_generations=8",
+    "--max_completion_length=60",
+)  # fmt: skip
+METHODS = {
+    "uniform": "grpo_arca.py --credit uniform",
+    "surprisal": "grpo_arca.py --credit surprisal --loss_type dapo",
+    "right alone": "grpo_arca.py --credit uniform --negative_weight 0",
+    "oar_g": "grpo_oar.py --credit oar_g",
+    "s_trace": "grpo_strace.py --credit s_trace",
+}
+
+
+def trained_gradient(method: str, adapter: Path) -> torch.Tensor:
+    """What a run of the script has in .grad when its optimiser steps on the same rollout."""
+    module, flags = worth.load_method(method)
+    args = module.parse_args([*worth.SEED, *SMALL, *flags, "--max_grad_norm", "0"])
+    tokenizer, data, _ = worth.load_data(args)
+    run = module.build_run(args, tokenizer)
+    state = worth.load_file(adapter / "adapter_model.safetensors")
+    worth.set_peft_model_state_dict(run.model, state)
+    run.rollout = 3
+    (micros,) = module.micro_batches(args, module.collect(run, data, {})[0])
+    module.score(run, micros, {})
+    seen = []
+
+    def step() -> None:
+        trained = [p for p in run.model.parameters() if p.requires_grad]
+        seen.append(torch.cat([p.grad.flatten() for p in trained]).clone())
+
+    run.optimizer.step = step
+    module.update(run, micros)
+    return seen[0]
+
+
+@pytest.fixture
+def adapter(make_run, tmp_path) -> Path:
+    """Of a policy that has learned something, or is at least another one than the base."""
+    run = make_run(adapter=0.02)
+    run.model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_a_batch_gradient_is_the_one_that_training_would_make(adapter, tmp_path):
+    methods = METHODS | {worth.UNIFORM: worth.UNIFORM}
+    worth.measure((tmp_path / "3.pt", 3, methods, SMALL, str(adapter), 2**30))
+    found = worth.load(tmp_path / "3.pt")
+    assert torch.equal(found["uniform"], found[worth.UNIFORM])
+    for name, method in METHODS.items():
+        exact = trained_gradient(method, adapter)
+        assert exact.norm() > 0 and torch.allclose(found[name], exact, rtol=1e-4, atol=1e-7), name
+    assert not torch.allclose(found["uniform"], found["right alone"])
+    again = tmp_path / "4.pt"  # some coordinates alone, the same ones of every batch and method
+    few = ("uniform", "oar_g")
+    worth.measure((again, 3, {name: METHODS[name] for name in few}, SMALL, str(adapter), 1000))
+    places = torch.randperm(len(exact), generator=torch.Generator().manual_seed(0))[:1000]
+    for name in few:
+        assert torch.equal(worth.load(again)[name], found[name][places.sort().values])
+
+
+def test_the_null_is_the_sum_over_every_other_group(adapter, tmp_path):
+    worth.measure((tmp_path / "a", 5, {"half": worth.HALF}, SMALL, str(adapter), 2**30))
+    run, data = worth.prepare(SMALL, str(adapter))
+    run.rollout = 5
+    batch, _ = trainer.collect(run, data, {})
+    batch.advantages[(batch.rows >= 8) & (batch.rows < 16) | (batch.rows >= 24)] = 0.0
+    micros = worth.with_advantages(run, batch, 1.0)
+    trainer.score(run, micros, {})
+    expected = worth.gradient(run, trainer, micros, 32)
+    assert torch.allclose(worth.load(tmp_path / "a")["half"], expected, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["nothing.py"], "there is no script nothing.py"),
+        (["results/compare.py"], "has no token_scores"),
+        (["grpo_arca.py", "--batches", "3"], "four are the least"),
+        (["grpo_arca.py", "--", "--num_generations", "128"], "make the number of groups even"),
+        (["grpo_arca.py --credit none"], "invalid choice"),
+        (["grpo_arca.py", "--", "--dataset_name", "none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_a_mistake_ends_in_a_sentence(monkeypatch, capsys, tmp_path, words, sentence):
+    flags = ["--folder", str(tmp_path), "--processes", "1"]
+    monkeypatch.setattr(sys, "argv", ["worth.py", *flags, *words])
+    with pytest.raises(SystemExit) as ended:
+        worth.main()
+    said = f"{ended.value.code} {capsys.readouterr().err}"
+    assert sentence in said and ended.value.code not in (0, None), said
+
+
+@pytest.mark.slow
+def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
+    monkeypatch, capfd, tmp_path
+):
+    """A copy of a script with another CREDIT region, from the table to the file."""
+    own = tmp_path / "my_method.py"
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    text = (ROOT / "grpo_arca.py").read_text()
+    line = "return -micro.sampled_logp if"
+    assert line in text
+    own.write_text(text.replace(line, "return micro.sampled_logp.exp() if"))
+    command = ["worth.py", f"{own} --credit surprisal", "--batches", "4", "--processes", "2"]
+    command += ["--folder", str(tmp_path / "w"), "--output", str(tmp_path / "table.csv")]
+    monkeypatch.setattr(sys, "argv", [*command, "--", *SMALL])
+    worth.main()
+    out, err = capfd.readouterr()
+    assert "[4/4] batches" in err and out.startswith("4 batches, ") and str(own)[:30] in out
+    assert (tmp_path / "table.csv").read_text().count("\n") == 4
+    worth.main()
+    assert "batches;" not in capfd.readouterr().err  # all is there
+    own.write_text(text)
+    worth.main()
+    changed, err = capfd.readouterr()
+    assert "[4/4] batches" in err and changed != out
