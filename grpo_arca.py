@@ -11,10 +11,9 @@ the adapter has moved the policy there. Tokens share a completion's advantage in
     A_t     = A_i * T_i * w_t                           so the mean over tokens is A_i
 
 p (--sharpening) is 1 in the paper's equation, 2 in its table. The other signals are its baselines,
-random and shuffled our controls. At ratio 1 the loss is its -mean_i A_i sum_t w_t log pi(y_t); the
-clipped ratio is ours. All outside the CREDIT marks is the same in every script.
-Shapes: B completions of a micro-batch, of P prompt tokens (padded on the left) and T completion
-tokens (padded on the right); V words in the vocabulary, H hidden units, G completions a prompt.
+but probability (surprisal's opposite) and two controls are ours, as is the clipped ratio: at 1 the
+loss is its -mean_i A_i sum_t w_t log pi(y_t). Outside the CREDIT marks all scripts are the same.
+Shapes: B completions, P prompt and T own tokens (padded left, right), V words, H hidden, G a group.
 """
 
 from __future__ import annotations
@@ -128,8 +127,9 @@ class Args:
     mask_truncated_completions: bool = flag(False, "leave unfinished completions out of the loss")
     # === CREDIT ===
     credit: Literal[
-        "arca", "uniform", "surprisal", "entropy_reduction", "divergence", "random", "shuffled"
-    ] = flag("arca", "what shares the advantage among tokens; uniform is GRPO, the last 2 controls")
+        "arca", "uniform", "surprisal", "probability", "entropy_reduction", "divergence",
+        "random", "shuffled",
+    ] = flag("arca", "what shares the advantage; uniform is GRPO, the last 2 controls")  # fmt: skip
     sharpening: float = flag(1.0, "power p on the scores before they are normalised", "[0, inf)")
     # === END CREDIT ===
     # optimiser
@@ -178,12 +178,13 @@ def in_fp32(run: Run):
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     """How much each token matters [B, T], without gradient (METHODS of arXiv 2606.00257)."""
     credit = run.args.credit
-    if credit in ("uniform", "surprisal"):
-        return -micro.sampled_logp if credit == "surprisal" else torch.ones_like(micro.entropy)
+    if credit == "uniform":
+        return torch.ones_like(micro.entropy)
+    if credit in ("surprisal", "probability"):
+        return -micro.sampled_logp if credit == "surprisal" else micro.sampled_logp.exp()
     if credit == "entropy_reduction":  # H_t - H_{t+1} where that is positive; the last has none
         return F.pad(-micro.entropy.diff().clamp(max=0) * micro.mask[:, 1:], (0, 1))
-    # In bf16 a young adapter changes less than rounding does.
-    with in_fp32(run) as policy:
+    with in_fp32(run) as policy:  # in bf16 a young adapter changes less than rounding does
         logp, hidden = policy(micro)
         with run.model.disable_adapter():
             base_logp, base_hidden = policy(micro)
@@ -202,12 +203,11 @@ def normalise(scores: Tensor, mask: Tensor, power: float) -> Tensor:
 
 def assign_credit(run: Run, micros: list[Batch], metrics: dict) -> None:
     """Turns the scores of a rollout into weights."""
-    args = run.args
     for micro in micros:
-        mask, weights = micro.mask, normalise(micro.scores, micro.mask, args.sharpening)
-        if args.credit in ("random", "shuffled"):
-            u = row_uniforms(args, "credit", run.rollout, micro.rows, mask.shape[1])
-            weights = control_weights(args.credit, weights, mask, u.to(mask.device))
+        mask, weights = micro.mask, normalise(micro.scores, micro.mask, run.args.sharpening)
+        if run.args.credit in ("random", "shuffled"):
+            u = row_uniforms(run.args, "credit", run.rollout, micro.rows, mask.shape[1])
+            weights = control_weights(run.args.credit, weights, mask, u.to(mask.device))
         micro.credit = micro.weights = weights
 
 

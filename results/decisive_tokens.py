@@ -34,6 +34,7 @@ from common.metrics import credit_group, weight_stats, write_credit_page
 METHODS = [
     ("grpo_arca", "arca"),
     ("grpo_arca", "surprisal"),
+    ("grpo_arca", "probability"),
     ("grpo_arca", "entropy_reduction"),
     ("grpo_arca", "divergence"),
     ("grpo_oar", "oar_p"),

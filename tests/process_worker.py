@@ -46,7 +46,8 @@ class Case(NamedTuple):
 MODULES = {module.__name__: module for module in (grpo_arca, grpo_oar, grpo_strace)}
 CREDITS = {
     "grpo_arca": (
-        "arca", "uniform", "surprisal", "entropy_reduction", "divergence", "random", "shuffled"
+        "arca", "uniform", "surprisal", "probability", "entropy_reduction", "divergence",
+        "random", "shuffled",
     ),
     "grpo_oar": ("oar_g", "oar_p", "uniform", "random", "shuffled"),
     "grpo_strace": ("s_trace", "p_trace", "gspo", "grpo_lambda", "uniform"),

@@ -30,8 +30,11 @@ def scored(run, *batches):
     return batches[0]
 
 
+SIGNALS = ["arca", "surprisal", "probability", "entropy_reduction", "divergence"]
+
+
 @pytest.mark.parametrize("p", [1.0, 2.0])
-@pytest.mark.parametrize("credit", ["arca", "surprisal", "entropy_reduction", "divergence"])
+@pytest.mark.parametrize("credit", SIGNALS)
 def test_signals_against_a_token_by_token_reference(make_run, credit, p):
     """One completion at a time, unpadded, through the model's own logits and hidden states."""
     run = make_run(credit=credit, sharpening=p)
@@ -55,6 +58,8 @@ def test_signals_against_a_token_by_token_reference(make_run, credit, p):
                 alpha.append(math.sqrt(sum(x * x for x in difference.tolist())))
             elif credit == "surprisal":
                 alpha.append(-logp[ids[t]].item())
+            elif credit == "probability":
+                alpha.append(math.exp(logp[ids[t]].item()))
             elif credit == "divergence":
                 alpha.append(abs((logp - off.logits[0, t - 1].log_softmax(-1))[ids[t]].item()))
             else:

@@ -97,7 +97,7 @@ def loaded_there(load):
 
 
 CREDITS = {  # every other one with each of FLAGS; the first is the script's own
-    grpo_arca: "arca uniform surprisal entropy_reduction divergence random shuffled",
+    grpo_arca: "arca uniform surprisal probability entropy_reduction divergence random shuffled",
     grpo_oar: "oar_g oar_g oar_p oar_p uniform random shuffled",
     grpo_strace: "s_trace p_trace gspo grpo_lambda uniform",
 }

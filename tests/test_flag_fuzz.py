@@ -106,7 +106,7 @@ SHARED = {
 OWN = {
     "grpo_arca": {
         "credit": (
-            "arca uniform surprisal entropy_reduction divergence random shuffled",
+            "arca uniform surprisal probability entropy_reduction divergence random shuffled",
             "oar_g s_trace nothing",
         ),
         "sharpening": ("0 0.5 1 3 100", "-1 nan inf x"),

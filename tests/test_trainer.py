@@ -700,7 +700,8 @@ def test_no_pass_that_nobody_needs(make_run):
     of several updates, the base for beta or ARCA, which compares two more."""
     for credit, beta, iterations, passes in (
         ("uniform", 0, 1, 1), ("surprisal", 0, 1, 1), ("entropy_reduction", 0, 1, 1),
-        ("arca", 0, 1, 3), ("uniform", 0.1, 1, 2), ("uniform", 0, 2, 2), ("arca", 0.1, 2, 5),
+        ("probability", 0, 1, 1), ("arca", 0, 1, 3),
+        ("uniform", 0.1, 1, 2), ("uniform", 0, 2, 2), ("arca", 0.1, 2, 5),
     ):  # fmt: skip
         run, calls = make_run(credit=credit, beta=beta, num_iterations=iterations), []
         batch = random_batch()
