@@ -61,7 +61,7 @@ TASK = [
 ]  # fmt: skip
 
 
-SHOWN = -0.15, 0.1  # of differences in the figure
+SHOWN = -0.15, 0.15  # of differences in the figure
 MORE: list[str] = []  # flags of the command line, for every run
 
 
@@ -86,6 +86,10 @@ METHODS = {
         "grpo_arca.py",
         "--credit uniform --steps_per_generation 2 --gradient_accumulation_steps 2",
         regimes=("one update",),
+    ),
+    "right alone": Method("grpo_arca.py", "--credit uniform --negative_weight 0"),
+    "right alone, by probability": Method(
+        "grpo_arca.py", "--credit probability --negative_weight 0"
     ),
     "arca": Method("grpo_arca.py", "--credit arca"),
     "arca, p = 2": Method("grpo_arca.py", "--credit arca --sharpening 2"),
@@ -118,7 +122,7 @@ def on_smollm2(folder: Path) -> None:
         "arca": Method("grpo_arca.py", "--credit arca", seeds, **here),
         "oar_g": Method("grpo_oar.py", "--credit oar_g", seeds, **here),
         "s_trace": Method("grpo_strace.py", "--credit s_trace", seeds, **here),
-        "right completions alone": Method(
+        "right alone": Method(
             "grpo_arca.py", "--credit uniform --negative_weight 0", seeds, **here
         ),
         "oar_p": Method("grpo_oar.py", "--credit oar_p", (1,), **here, rate_of="oar_g"),
@@ -182,11 +186,15 @@ class Run(NamedTuple):
 # ---- Which runs ----------------------------------------------------------------------------------
 def sweep(regime: str, method: str) -> list[Run]:
     name = METHODS[method].rate_of or method
+    if len(RATES[regime]) == 1:  # nothing to choose
+        return []
     return [Run(regime, name, rate, seed, False) for rate in RATES[regime] for seed in SWEEP_SEEDS]
 
 
 def best_rate(regime: str, method: str) -> str | None:
     """The learning rate with the highest mean reward in training; None before the sweep is done."""
+    if len(RATES[regime]) == 1:
+        return RATES[regime][0]
     runs = sweep(regime, method)
     if not all(run.done() for run in runs):
         return None
@@ -204,7 +212,7 @@ def curves(regime: str, method: str) -> list[Run]:
 
 def plan(stage: str, regimes: list[str], names: list[str]) -> list[Run]:
     """Runs of a stage. Seeds are outermost: an early stop leaves whole tables."""
-    names = CONTROL if stage == "control" else names
+    names = [name for name in names if name in CONTROL or stage != "control"]
     pairs = [(r, n) for r in regimes for n in names if r in METHODS[n].regimes]
     stages = {"sweep": [sweep], "curves": [curves], "control": [sweep, curves]}[stage]
     runs = {run: None for make in stages for pair in pairs for run in make(*pair)}  # each once
@@ -393,6 +401,7 @@ def main() -> None:
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
     parser.add_argument("--seeds", nargs="+", type=int, help="of the curves, not a method's own")
+    parser.add_argument("--rate", help="the learning rate of every method, in place of the sweep")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--list", action="store_true", help="say what there is to do, and stop")
     parser.add_argument("--draw", action="store_true", help="train nothing more")
@@ -400,6 +409,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "results/data" / name)
     parser.add_argument("--once", type=Path, help="folder for one run of each kind again")
     args = parser.parse_args(words)
+    if args.rate:
+        RATES.update(dict.fromkeys(RATES, (args.rate,)))
     if args.seeds:
         METHODS.update({m: x._replace(seeds=tuple(args.seeds)) for m, x in METHODS.items()})
     regimes = args.regimes or [regime for regime in REGIMES if regime != CONSTANT]

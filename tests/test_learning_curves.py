@@ -64,7 +64,7 @@ def test_the_study_of_the_language_model_has_its_own_task_and_flags(monkeypatch,
     study.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 * 3 and "SmolLM2-s_trace-4e-4-101" in lines[10]  # oar_p has oar_g's
-    run = study.Run("SmolLM2", "right completions alone", "4e-4", 1, True)
+    run = study.Run("SmolLM2", "right alone", "4e-4", 1, True)
     command = run.command()
     assert f"--dataset_name={tmp_path}/sums.jsonl" in command and command[-1] == "bfloat16"
     args = importlib.import_module("grpo_arca").parse_args(command[2:])
