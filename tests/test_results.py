@@ -1,7 +1,9 @@
 """results/compare.py on made-up runs, learning.py on a made-up script, the sums of smollm2.py."""
 
+import csv
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -279,3 +281,41 @@ def test_sums_are_right_different_and_as_many_as_said(tmp_path):
     assert worked == ("5 + 3 - 7 + 1", "5 + 3 = 8. 8 - 7 = 1. 1 + 1 = 2. \\boxed{2}", [8, 1, 2])
     solved = Problem(worked[0], "2", tuple(worked[2]), opening=problems[0].opening)
     assert first_error(worked[1], solved) is None
+
+
+# --------------------------------------------------------------------------------------------------
+# The READMEs
+# --------------------------------------------------------------------------------------------------
+NUMBER = r"([+-]?\d+\.\d+)"
+INTERVAL = re.compile(rf"{NUMBER}\*{{0,2}} \({NUMBER} (?:-|to) {NUMBER}\)")
+
+
+def measured_intervals() -> list[tuple[float, float, float]]:
+    """Every figure of data/*.csv that has a low and a high end."""
+    found = []
+    for path in sorted((RESULTS / "data").glob("*.csv")):
+        for row in csv.DictReader(path.open()):
+            names = [name.removesuffix("_low") for name in row if name.endswith("_low")]
+            for name in names:
+                value = {"area": "area_more", "end": "end_more", "share": "share_of_rollouts"}
+                cells = [row[value.get(name, name)], row[f"{name}_low"], row[f"{name}_high"]]
+                found += [tuple(map(float, cells))] if all(cells) else []
+    return found
+
+
+@pytest.mark.parametrize("name", ["README.md", "results/README.md"])
+def test_an_interval_in_a_readme_is_one_of_the_data(name):
+    """Or one of tests/bench.py's times, which have no file but stand in one section, for both."""
+    text, of_results = (RESULTS.parents[0] / name).read_text(), (RESULTS / "README.md").read_text()
+    begin, end = of_results.index("## What a step costs"), of_results.index("## bf16")
+    times = [x[0] for x in INTERVAL.finditer(of_results[begin:end])]
+    measured, checked = measured_intervals(), 0
+    for match in INTERVAL.finditer(text):
+        places = len(match[1].partition(".")[2])
+        close = [abs(float(x)) * 6e-4 + 0.51 * 10**-places for x in match.groups()]  # 4 digits
+        same = lambda row: all(abs(a - float(b)) < c for a, b, c in zip(row, match.groups(), close))  # noqa: B023, E731
+        assert match[0].replace("*", "") in [t.replace("*", "") for t in times] or any(
+            map(same, measured)
+        ), f"{match[0]} is in no file of results/data/"
+        checked += 1
+    assert checked > (5 if name == "README.md" else 60)
