@@ -16,9 +16,9 @@ with 95% intervals over batches:
     bias    cosine of the mean gradient with plain GRPO's, which is the policy gradient; 1 is none
     aligned worth * bias^2: of the worth, what points along the policy gradient
 
-`half of the groups` is plain GRPO that leaves out every other group, and must be worth 1/2: if that
-does not lie in its interval, do not believe the rest. A policy that earns all or nothing has no
-gradient, and a method may be worth more at one policy than at another: measure at two.
+`half of the groups` is plain GRPO that leaves out every other group, and is worth 1/2: where that
+does not lie in its interval, as happens once in ten times, the others need more batches, too. A
+method may be worth more at one policy than at another: measure at two.
 
 Of the adapter's gradient --coordinates are kept, the same random ones of each batch (all, where it
 has no more): what that does to the figures stands in results/README.md. It resumes; a script that
@@ -178,13 +178,14 @@ def measure_all(jobs: list[tuple], processes: int) -> None:
 
 def report(rows: list[dict], batches: int) -> str:
     """A line a method, and how many batches would tell its worth to a tenth."""
-    lines = [f"{'':38s}{'worth':>22s}{'adam':>22s}{'bias':>22s}{'aligned':>22s}"]
+    wide = max(len(row["method"]) for row in rows)
+    lines = [" " * wide + "".join(f"{key:>22s}" for key in KEYS)]
     for row in rows:
         shown = []
         for key in KEYS:
             value, *ends = (f"{row[key + end]:.2f}" for end in ("", "_low", "_high"))
             shown.append(f"{value} ({' - '.join(x if len(x) < 6 else '?' for x in ends)})")
-        lines.append(f"{row['method'][:37]:38s}" + "".join(f"{text:>22s}" for text in shown))
+        lines.append(f"{row['method']:{wide}s}" + "".join(f"{text:>22s}" for text in shown))
     for row in rows[2:]:
         width = (row["worth_high"] - row["worth_low"]) / 2 / max(row["worth"], 1e-9)
         if 0.2 < width < 2:  # beyond it nobody can say
@@ -192,7 +193,7 @@ def report(rows: list[dict], batches: int) -> str:
             lines.append(f"{row['method']}: about {more} batches for a fifth more or less")
     null = rows[1]
     if not null["worth_low"] < 0.5 < null["worth_high"]:
-        lines.append(f"do not believe this: {HALF} must be worth 0.5 (--batches, more)")
+        lines.append(f"{HALF} is worth 0.5, and its interval misses that: take more --batches")
     return "\n".join(lines)
 
 

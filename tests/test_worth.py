@@ -122,7 +122,7 @@ def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
     monkeypatch.setattr(sys, "argv", [*command, "--", *SMALL])
     worth.main()
     out, err = capfd.readouterr()
-    assert "[4/4] batches" in err and out.startswith("4 batches, ") and str(own)[:30] in out
+    assert "[4/4] batches" in err and out.startswith("4 batches, ") and f"{own} --credit surprisal  " in out
     assert (tmp_path / "table.csv").read_text().count("\n") == 4
     worth.main()
     assert "batches;" not in capfd.readouterr().err  # all is there
