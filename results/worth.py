@@ -165,12 +165,20 @@ def keys_of(methods: list[str]) -> dict[str, str]:
     return keys
 
 
+def task(job: tuple) -> None:
+    """A pool would wait for ever for a process that has ended itself."""
+    try:
+        measure(job)
+    except SystemExit as error:
+        raise RuntimeError("a run with these flags ends with the sentence above") from error
+
+
 def measure_all(jobs: list[tuple], processes: int) -> None:
     """With progress and the time that is left."""
-    began, run = time.time(), map(measure, jobs)
+    began, run = time.time(), map(task, jobs)
     if processes > 1:
         pool = multiprocessing.get_context("spawn").Pool(processes)
-        run = pool.imap_unordered(measure, jobs)
+        run = pool.imap_unordered(task, jobs)
     for done, _ in enumerate(run, start=1):
         left = (time.time() - began) / done * (len(jobs) - done) / 60
         print(f"[{done}/{len(jobs)}] batches; {left:.0f} min left", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ import worth
 import grpo_arca as trainer
 
 SMALL = (
-    "--per_device_train_batch_size=8", "--gradient_accumulation_steps=4", "--num_generations=8",
+    "--per_device_train_batch_size=8", "--gradient_accumulation_steps=2", "--num_generations=4",
     "--max_completion_length=60",
 )  # fmt: skip
 METHODS = {
@@ -25,6 +25,7 @@ METHODS = {
     "oar_g": "grpo_oar.py --credit oar_g",
     "s_trace": "grpo_strace.py --credit s_trace",
 }
+FEW = ("right alone", "s_trace")
 
 
 def trained_gradient(method: str, adapter: Path) -> torch.Tensor:
@@ -57,20 +58,21 @@ def adapter(make_run, tmp_path) -> Path:
     return tmp_path / "adapter"
 
 
-def test_a_batch_gradient_is_the_one_that_training_would_make(adapter, tmp_path):
-    methods = METHODS | {worth.UNIFORM: worth.UNIFORM}
+@pytest.mark.parametrize("names", [FEW, pytest.param((*METHODS,), marks=pytest.mark.slow)])
+def test_a_batch_gradient_is_the_one_that_training_would_make(adapter, tmp_path, names):
+    chosen = {name: METHODS[name] for name in names}
+    methods = chosen | {"uniform": METHODS["uniform"], worth.UNIFORM: worth.UNIFORM}
     worth.measure((tmp_path / "3.pt", 3, methods, SMALL, str(adapter), 2**30))
     found = worth.load(tmp_path / "3.pt")
     assert torch.equal(found["uniform"], found[worth.UNIFORM])
-    for name, method in METHODS.items():
+    for name, method in chosen.items():
         exact = trained_gradient(method, adapter)
         assert exact.norm() > 0 and torch.allclose(found[name], exact, rtol=1e-4, atol=1e-7), name
     assert not torch.allclose(found["uniform"], found["right alone"])
     again = tmp_path / "4.pt"  # some coordinates alone, the same ones of every batch and method
-    few = ("uniform", "oar_g")
-    worth.measure((again, 3, {name: METHODS[name] for name in few}, SMALL, str(adapter), 1000))
+    worth.measure((again, 3, {name: METHODS[name] for name in FEW}, SMALL, str(adapter), 1000))
     places = torch.randperm(len(exact), generator=torch.Generator().manual_seed(0))[:1000]
-    for name in few:
+    for name in FEW:
         assert torch.equal(worth.load(again)[name], found[name][places.sort().values])
 
 
@@ -79,10 +81,10 @@ def test_the_null_is_the_sum_over_every_other_group(adapter, tmp_path):
     run, data = worth.prepare(SMALL, str(adapter))
     run.rollout = 5
     batch, _ = trainer.collect(run, data, {})
-    batch.advantages[(batch.rows >= 8) & (batch.rows < 16) | (batch.rows >= 24)] = 0.0
+    batch.advantages[(batch.rows >= 4) & (batch.rows < 8) | (batch.rows >= 12)] = 0.0
     micros = worth.with_advantages(run, batch, 1.0)
     trainer.score(run, micros, {})
-    expected = worth.gradient(run, trainer, micros, 32)
+    expected = worth.gradient(run, trainer, micros, 16)
     assert torch.allclose(worth.load(tmp_path / "a")["half"], expected, atol=1e-7)
 
 
@@ -95,6 +97,7 @@ def test_the_null_is_the_sum_over_every_other_group(adapter, tmp_path):
         (["grpo_arca.py", "--", "--num_generations", "128"], "make the number of groups even"),
         (["grpo_arca.py --credit none"], "invalid choice"),
         (["grpo_arca.py", "--", "--dataset_name", "none.jsonl"], "none.jsonl"),
+        (["grpo_arca.py", "--", "--lora_target_modules", "nope"], "LoRA on nope"),
     ],
 )
 def test_a_mistake_ends_in_a_sentence(monkeypatch, capsys, tmp_path, words, sentence):
@@ -122,7 +125,8 @@ def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
     monkeypatch.setattr(sys, "argv", [*command, "--", *SMALL])
     worth.main()
     out, err = capfd.readouterr()
-    assert "[4/4] batches" in err and out.startswith("4 batches, ") and f"{own} --credit surprisal  " in out
+    assert "[4/4] batches" in err and out.startswith("4 batches, ")
+    assert f"{own} --credit surprisal  " in out
     assert (tmp_path / "table.csv").read_text().count("\n") == 4
     worth.main()
     assert "batches;" not in capfd.readouterr().err  # all is there
@@ -130,3 +134,7 @@ def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
     worth.main()
     changed, err = capfd.readouterr()
     assert "[4/4] batches" in err and changed != out
+    monkeypatch.setattr(sys, "argv", [*command, "--", *SMALL, "--lora_target_modules", "nope"])
+    with pytest.raises(SystemExit, match="the sentence above"):
+        worth.main()
+    assert "LoRA on nope" in capfd.readouterr().err
