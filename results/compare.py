@@ -25,6 +25,7 @@ import numpy as np
 FOLDER = Path(__file__).resolve().parent / "data"
 MEASURED = {  # results/data/<file>.json -> its label, in this order
     "grpo_arca-uniform": "uniform (GRPO)",
+    "grpo_arca-uniform-negative_weight-0": "right completions alone",
     "grpo_arca-default": "arca",
     "grpo_arca-shuffled": "shuffled (arca's weights, permuted)",
     "grpo_oar-default": "oar_g",
