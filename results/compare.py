@@ -25,12 +25,12 @@ import numpy as np
 FOLDER = Path(__file__).resolve().parent / "data"
 MEASURED = {  # results/data/<file>.json -> its label, in this order
     "grpo_arca-uniform": "uniform (GRPO)",
-    "grpo_arca-uniform-negative_weight-0": "right completions alone",
     "grpo_arca-default": "arca",
     "grpo_arca-shuffled": "shuffled (arca's weights, permuted)",
     "grpo_oar-default": "oar_g",
     "grpo_strace-default": "s_trace",
     "grpo_strace-p_trace": "p_trace",
+    "grpo_arca-uniform-negative_weight-0": "uniform, right completions alone",
 }
 # Okabe and Ito's, which the colour-blind tell apart; beyond these, other dashes
 COLOURS = ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00")

@@ -308,14 +308,13 @@ def test_an_interval_in_a_readme_is_one_of_the_data(name):
     """Or one of tests/bench.py's times, which have no file but stand in one section, for both."""
     text, of_results = (RESULTS.parents[0] / name).read_text(), (RESULTS / "README.md").read_text()
     begin, end = of_results.index("## What a step costs"), of_results.index("## bf16")
-    times = [x[0] for x in INTERVAL.finditer(of_results[begin:end])]
+    times = [x[0].replace("*", "") for x in INTERVAL.finditer(of_results[begin:end])]
     measured, checked = measured_intervals(), 0
     for match in INTERVAL.finditer(text):
-        places = len(match[1].partition(".")[2])
-        close = [abs(float(x)) * 6e-4 + 0.51 * 10**-places for x in match.groups()]  # 4 digits
-        same = lambda row: all(abs(a - float(b)) < c for a, b, c in zip(row, match.groups(), close))  # noqa: B023, E731
-        assert match[0].replace("*", "") in [t.replace("*", "") for t in times] or any(
-            map(same, measured)
-        ), f"{match[0]} is in no file of results/data/"
+        numbers, places = list(map(float, match.groups())), len(match[1].partition(".")[2])
+        near = [abs(x) * 6e-4 + 0.51 * 10**-places for x in numbers]  # files have 4 digits
+        pairs = [list(zip(row, numbers, near, strict=True)) for row in measured]
+        in_a_file = any(all(abs(a - b) < c for a, b, c in triples) for triples in pairs)
+        assert in_a_file or match[0].replace("*", "") in times, f"{match[0]} is in no file of data/"
         checked += 1
     assert checked > (5 if name == "README.md" else 60)
