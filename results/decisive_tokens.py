@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import transformers
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 
@@ -158,6 +159,7 @@ def measure(folder: str | None, like: str | None, count: int = 32) -> list[dict]
 
 
 def main() -> None:
+    transformers.logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="*", help="of runs")
     parser.add_argument("--problems", type=int, default=32)
