@@ -17,8 +17,8 @@ with 95% intervals over batches:
     aligned worth * bias^2: of the worth, what points along the policy gradient
 
 `half of the groups` is plain GRPO that leaves out every other group, and is worth 1/2: where that
-does not lie in its interval, as happens once in ten times, the others need more batches, too. A
-method may be worth more at one policy than at another: measure at two.
+does not lie in its interval, as may happen, the others need more batches, too. A method may be
+worth more at one policy than at another: measure at two.
 
 Of the adapter's gradient --coordinates are kept, the same random ones of each batch (all, where it
 has no more): what that does to the figures stands in results/README.md. It resumes; a script that
@@ -55,6 +55,8 @@ from common.reward import RewardError
 HALF = "half of the groups"
 SEED = ["--seed", "99"]  # flags of the command line come later, and win
 PLAIN = ["--credit", "uniform", "--negative_weight", "1"]
+# Of the flags that all scripts have, a method may set these: others make other batches
+ITS_OWN = {"credit", "sharpening", "negative_weight", "loss_type", "output_dir", "run_name"}
 
 
 def fail(message: object) -> None:
@@ -228,9 +230,17 @@ def main() -> None:
         methods = keys_of(options.methods)
     except ValueError as error:
         fail(error)
-    for module, own in map(load_method, methods.values()):  # a wrong flag ends here
-        args = module.parse_args([*SEED, *flags, *own])
-    groups = args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
+    plain = trainer.parse_args([*SEED, *flags, *PLAIN])
+    if plain.beta > 0:
+        fail("--beta: the penalty has a gradient of its own, leave it out")
+    for method in methods.values():
+        module, own = load_method(method)
+        module.parse_args([*SEED, *flags, *own])  # a wrong flag ends here
+        given = [word[2:].partition("=")[0].replace("-", "_") for word in own if word[:2] == "--"]
+        for name in vars(plain).keys() - ITS_OWN:
+            if any(name.startswith(word) for word in given if word not in ITS_OWN):
+                fail(f"--{name} of {method} makes other batches: give it to all, after --")
+    groups = plain.per_device_train_batch_size * plain.steps_per_generation // plain.num_generations
     if groups % 2:
         fail(f"a batch of {groups} groups has no half: make the number of groups even")
     policy = "" if options.adapter is None else Path(options.adapter).resolve()

@@ -96,6 +96,11 @@ def test_the_null_is_the_sum_over_every_other_group(adapter, tmp_path):
         (["grpo_arca.py", "--batches", "3"], "four are the least"),
         (["grpo_arca.py", "--", "--num_generations", "128"], "make the number of groups even"),
         (["grpo_arca.py --credit none"], "invalid choice"),
+        (
+            ["grpo_arca.py --temperature 0.7"],
+            "--temperature of grpo_arca.py --temperature 0.7 makes",
+        ),
+        (["grpo_arca.py", "--", "--beta", "0.1"], "--beta: the penalty has a gradient of its own"),
         (["grpo_arca.py", "--", "--dataset_name", "none.jsonl"], "none.jsonl"),
         (["grpo_arca.py", "--", "--lora_target_modules", "nope"], "LoRA on nope"),
     ],
