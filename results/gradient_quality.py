@@ -271,7 +271,10 @@ def task(job: tuple) -> str:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
-    measure(*job)
+    try:
+        measure(*job)
+    except SystemExit as error:  # of a wrong flag: the pool would wait for ever
+        raise RuntimeError("a run with these flags ends with the sentence above") from error
     return job[0]
 
 
