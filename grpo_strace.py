@@ -677,7 +677,7 @@ def head_logits(base: nn.Module, hidden: Tensor) -> Tensor:
     config, logits = base.config.get_text_config(), base.get_output_embeddings()(hidden).float()
     names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
     scale, divisor, cap = (getattr(config, name, None) for name in names)
-    logits = logits if scale == divisor else logits * (scale or 1.0) / (divisor or 1.0)
+    logits = logits * (scale or 1.0) / (divisor or 1.0)
     return cap * torch.tanh(logits / cap) if cap else logits
 
 

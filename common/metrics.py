@@ -269,15 +269,15 @@ def introduction(config: dict, problems: list, held_out: list, processes: int) -
     total = config["per_device_train_batch_size"] * config["steps_per_generation"] * processes
     kind = f"{'NF4' if config['load_in_4bit'] else 'unquantised'}, LoRA of rank {config['lora_r']}"
     cpu = not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability()
-    slow = cpu == "AVX2" and config["dtype"] == "bfloat16"  # a product takes 80 times as long
+    slow = cpu == "AVX2" and config["dtype"] == "bfloat16"
     note = ". This CPU has no fast bfloat16: --dtype float32 will do better" if slow else ""
     return (
         f"{config['credit']} credit for {config['model_name_or_path']} ({kind}) on "
         f"{config['dataset_name']} ({len(problems)} problems, {len(held_out)} held out): "
         f"{total // config['num_generations']} prompts x {config['num_generations']} completions "
         f"of at most {config['max_completion_length']} tokens a rollout, {config['max_steps']} "
-        f"updates at a rate of {config['learning_rate']:g}, into {config['output_dir']}{note}"
-    )
+        f"updates at a learning rate of {config['learning_rate']:g}, into {config['output_dir']}"
+    ) + note
 
 
 def log_completions(run: Any, kind: str, batch: Any, problems: list, rewards: list) -> None:

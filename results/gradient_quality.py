@@ -43,7 +43,7 @@ import sys
 import time
 import warnings
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -265,26 +265,32 @@ def train_policies(folder: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
 
 
-def task(job: tuple) -> str:
-    """A process's work. Returns the name of the setting."""
-    torch.set_num_threads(1)
+def in_a_process(function, job: tuple):
+    """function(job), in silence and, but on a GPU, on one core."""
+    if not trainer.CUDA:
+        torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     try:
-        measure(*job)
-    except SystemExit as error:  # of a wrong flag: the pool would wait for ever
+        return function(job)
+    except SystemExit as error:  # of a wrong flag: a pool would wait for ever
         raise RuntimeError("a run with these flags ends with the sentence above") from error
-    return job[0]
 
 
-def measure_all(jobs: list[tuple], processes: int) -> None:
-    """Runs the jobs, with progress and the time that is left."""
-    began = time.time()
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for done, name in enumerate(pool.imap_unordered(task, jobs), start=1):
-            left = (time.time() - began) / done * (len(jobs) - done) / 60
-            print(f"[{done}/{len(jobs)}] {SETTINGS[name].title}; {left:.0f} min left", flush=True)
+def run_all(function, jobs: list[tuple], processes: int) -> None:
+    """Of every job, with progress and the time that is left. function returns what to name it."""
+    began, done = time.time(), map(function, jobs)
+    if processes > 1:
+        done = multiprocessing.get_context("spawn").Pool(processes).imap_unordered(function, jobs)
+    for count, name in enumerate(done, start=1):
+        left = (time.time() - began) / count * (len(jobs) - count) / 60
+        print(f"[{count}/{len(jobs)}] {name}; {left:.0f} min left", file=sys.stderr, flush=True)
+
+
+def measure_job(job: tuple) -> str:
+    measure(*job)
+    return SETTINGS[job[0]].title
 
 
 # ---- Figures from gradients ----------------------------------------------------------------------
@@ -448,7 +454,7 @@ def main() -> None:
             for batch in range(args.batches or SETTINGS[name].batches)
             if not EVERYTHING <= load(args.folder / name / f"{batch}.pt").keys()
         ]
-        measure_all(jobs, args.processes)
+        run_all(partial(in_a_process, measure_job), jobs, args.processes)
     rows = [row for name in args.settings for row in tabulate(name, args.folder, args.batches)]
     if not rows:
         sys.exit("gradient_quality.py: nothing to draw: four batches of a setting are the least")

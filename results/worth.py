@@ -28,22 +28,18 @@ has changed is measured again. Files are in runs/worth/, 4 bytes a coordinate, m
 import argparse
 import hashlib
 import importlib.util
-import multiprocessing
 import os
 import shlex
 import sys
-import time
-import warnings
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "results")]
 
 import torch
-import transformers
-from gradient_quality import UNIFORM, figures, load, write_table
+from gradient_quality import SEED, UNIFORM, figures, in_a_process, load, run_all, write_table
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
@@ -52,8 +48,7 @@ import grpo_arca as trainer
 from common.data import DataError, load_data
 from common.reward import RewardError
 
-HALF = "half of the groups"
-SEED = ["--seed", "99"]  # flags of the command line come later, and win
+HALF, KEYS = "half of the groups", ("worth", "adam", "bias", "aligned")
 PLAIN = ["--credit", "uniform", "--negative_weight", "1"]
 # Of the flags that all scripts have, a method may set these: others make other batches
 ITS_OWN = {"credit", "sharpening", "negative_weight", "loss_type", "output_dir", "run_name"}
@@ -101,15 +96,6 @@ def prepare(flags: tuple[str, ...], adapter: str | None):
     return run, data
 
 
-def with_advantages(run, batch, negative_weight: float) -> list:
-    """Micro-batches of the rows that have a gradient, like lengths together."""
-    batch = replace(batch, advantages=batch.advantages.clone())
-    batch.advantages[batch.advantages < 0] *= negative_weight
-    rows = (batch.advantages != 0).nonzero().squeeze(1)
-    rows = rows[batch.attention[rows].sum(1).argsort(stable=True)]
-    return [batch.select(x) for x in rows.split(run.args.per_device_train_batch_size) if len(x)]
-
-
 def gradient(run, module, micros: list, completions: int) -> Tensor:
     """The adapter's [parameters], on the CPU, of an update on scored micro-batches at ratio 1."""
     trained = [p for p in run.model.parameters() if p.requires_grad]
@@ -123,13 +109,9 @@ def gradient(run, module, micros: list, completions: int) -> Tensor:
     return total
 
 
-def measure(job: tuple) -> None:
+def measure(job: tuple) -> str:
     """The gradients of one batch under the methods that its file lacks."""
     path, batch, methods, flags, adapter, coordinates = job
-    torch.set_num_threads(1 if not trainer.CUDA else torch.get_num_threads())
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore")
     found, (run, data) = load(path), prepare(flags, adapter)
     run.rollout = batch
     rollout, _ = trainer.collect(run, data, {})
@@ -139,13 +121,13 @@ def measure(job: tuple) -> None:
             continue
         module, own = load_method(method)
         args = module.parse_args([*SEED, *flags, *own])
-        copy, chosen = replace(run, args=args), replace(rollout)
+        copy, advantages = replace(run, args=args), rollout.advantages.clone()
+        advantages[advantages < 0] *= args.negative_weight  # as `collect` does
         if method == HALF:
-            kept = rollout.rows // args.num_generations % 2 == 0
-            chosen.advantages = torch.where(kept, rollout.advantages, 0.0)
-        micros = with_advantages(copy, chosen, args.negative_weight)
-        if micros:
-            module.score(copy, micros, {})
+            advantages[rollout.rows // args.num_generations % 2 == 1] = 0.0
+        parts = trainer.micro_batches(run.args, replace(rollout, advantages=advantages))
+        micros = [micro for part in parts for micro in part]
+        module.score(copy, micros, {})
         whole = gradient(copy, module, micros, len(rollout.rows))
         places = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
         found[key] = (
@@ -154,6 +136,7 @@ def measure(job: tuple) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(found, path.with_suffix(".partial"))
     path.with_suffix(".partial").rename(path)
+    return f"batch {batch}"
 
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -167,27 +150,24 @@ def keys_of(methods: list[str]) -> dict[str, str]:
     return keys
 
 
-def task(job: tuple) -> None:
-    """A pool would wait for ever for a process that has ended itself."""
-    try:
-        measure(job)
-    except SystemExit as error:
-        raise RuntimeError("a run with these flags ends with the sentence above") from error
-
-
-def measure_all(jobs: list[tuple], processes: int) -> None:
-    """With progress and the time that is left."""
-    began, run = time.time(), map(task, jobs)
-    if processes > 1:
-        pool = multiprocessing.get_context("spawn").Pool(processes)
-        run = pool.imap_unordered(task, jobs)
-    for done, _ in enumerate(run, start=1):
-        left = (time.time() - began) / done * (len(jobs) - done) / 60
-        print(f"[{done}/{len(jobs)}] batches; {left:.0f} min left", file=sys.stderr, flush=True)
+def check(methods: dict[str, str], flags: tuple[str, ...]) -> None:
+    """Ends where a flag is wrong, or would not do what it says."""
+    plain = trainer.parse_args([*SEED, *flags, *PLAIN])
+    if plain.beta > 0:
+        fail("--beta: the penalty has a gradient of its own, leave it out")
+    for method in methods.values():
+        module, own = load_method(method)
+        without, its = (module.parse_args([*SEED, *flags, *more]) for more in ([], own))
+        for name in vars(plain).keys() & vars(its).keys() - ITS_OWN:
+            if getattr(its, name) != getattr(without, name):
+                fail(f"--{name} of {method} makes other batches: give it to all, after --")
+    groups = plain.per_device_train_batch_size * plain.steps_per_generation // plain.num_generations
+    if groups % 2:
+        fail(f"a batch of {groups} groups has no half: make the number of groups even")
 
 
 def report(rows: list[dict], batches: int) -> str:
-    """A line a method, and how many batches would tell its worth to a tenth."""
+    """A line a method, and how many batches would tell its worth to a fifth."""
     wide = max(len(row["method"]) for row in rows)
     lines = [" " * wide + "".join(f"{key:>22s}" for key in KEYS)]
     for row in rows:
@@ -205,9 +185,6 @@ def report(rows: list[dict], batches: int) -> str:
     if not null["worth_low"] < 0.5 < null["worth_high"]:
         lines.append(f"{HALF} is worth 0.5, and its interval misses that: take more --batches")
     return "\n".join(lines)
-
-
-KEYS = ("worth", "adam", "bias", "aligned")
 
 
 def main() -> None:
@@ -230,26 +207,14 @@ def main() -> None:
         methods = keys_of(options.methods)
     except ValueError as error:
         fail(error)
-    plain = trainer.parse_args([*SEED, *flags, *PLAIN])
-    if plain.beta > 0:
-        fail("--beta: the penalty has a gradient of its own, leave it out")
-    for method in methods.values():
-        module, own = load_method(method)
-        module.parse_args([*SEED, *flags, *own])  # a wrong flag ends here
-        given = [word[2:].partition("=")[0].replace("-", "_") for word in own if word[:2] == "--"]
-        for name in vars(plain).keys() - ITS_OWN:
-            if any(name.startswith(word) for word in given if word not in ITS_OWN):
-                fail(f"--{name} of {method} makes other batches: give it to all, after --")
-    groups = plain.per_device_train_batch_size * plain.steps_per_generation // plain.num_generations
-    if groups % 2:
-        fail(f"a batch of {groups} groups has no half: make the number of groups even")
+    check(methods, flags)
     policy = "" if options.adapter is None else Path(options.adapter).resolve()
     name = hashlib.blake2b(f"{flags} {policy} {options.coordinates}".encode(), digest_size=8)
     paths = [options.folder / name.hexdigest() / f"{batch}.pt" for batch in range(batches)]
     rest = (methods, flags, options.adapter, options.coordinates)
     jobs = [(p, i, *rest) for i, p in enumerate(paths) if not methods.keys() <= load(p).keys()]
     try:
-        measure_all(jobs, options.processes)
+        run_all(partial(in_a_process, measure), jobs, options.processes)
     except (DataError, RewardError, OSError, ValueError, RuntimeError) as error:
         fail(f"{error}"[:600])
     found = [load(path) for path in paths]

@@ -82,7 +82,7 @@ def test_the_null_is_the_sum_over_every_other_group(adapter, tmp_path):
     run.rollout = 5
     batch, _ = trainer.collect(run, data, {})
     batch.advantages[(batch.rows >= 4) & (batch.rows < 8) | (batch.rows >= 12)] = 0.0
-    micros = worth.with_advantages(run, batch, 1.0)
+    (micros,) = trainer.micro_batches(run.args, batch)
     trainer.score(run, micros, {})
     expected = worth.gradient(run, trainer, micros, 16)
     assert torch.allclose(worth.load(tmp_path / "a")["half"], expected, atol=1e-7)
@@ -130,15 +130,15 @@ def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
     monkeypatch.setattr(sys, "argv", [*command, "--", *SMALL])
     worth.main()
     out, err = capfd.readouterr()
-    assert "[4/4] batches" in err and out.startswith("4 batches, ")
+    assert "[4/4] batch " in err and out.startswith("4 batches, ")
     assert f"{own} --credit surprisal  " in out
     assert (tmp_path / "table.csv").read_text().count("\n") == 4
     worth.main()
-    assert "batches;" not in capfd.readouterr().err  # all is there
+    assert "min left" not in capfd.readouterr().err  # all is there
     own.write_text(text)
     worth.main()
     changed, err = capfd.readouterr()
-    assert "[4/4] batches" in err and changed != out
+    assert "[4/4] batch " in err and changed != out
     monkeypatch.setattr(sys, "argv", [*command, "--", *SMALL, "--lora_target_modules", "nope"])
     with pytest.raises(SystemExit, match="the sentence above"):
         worth.main()
