@@ -1,6 +1,6 @@
 """Do better estimates of the gradient make better learning curves? Paired runs of every method.
 
-    python results/learning_curves.py               # 3.5 hours on two cores; resumes
+    python results/learning_curves.py               # hours; resumes
     python results/learning_curves.py --stage control           # uniform and the value oracle first
     python results/learning_curves.py --list        # the runs, and which are done
     python results/learning_curves.py --draw        # table and figure of what is there
@@ -429,11 +429,14 @@ def main() -> None:
     if args.list or not found:
         return
     write(args.output.with_suffix(".csv"), rows)
-    points = [
-        {"regime": regime, "method": name, "seed": seed, "accuracies": " ".join(map(str, curve))}
-        for (regime, name), by_seed in found.items()
-        for seed, curve in by_seed.items()
-    ]
+    points = []
+    for (regime, name), by_seed in found.items():
+        for run in curves(regime, name):
+            if run.seed in by_seed:
+                row = {"regime": regime, "method": name, "seed": run.seed}
+                row["accuracies"] = " ".join(map(str, by_seed[run.seed]))
+                last = [row["eval"] for row in run.rows() if row.get("eval")][-1]
+                points.append(row | {key: last.get(key) for key in ("greedy_accuracy", "pass@4")})
     write(args.output.with_name(args.output.name + "_runs.csv"), points)
     draw(rows, found, args.output.with_suffix(".png"))
     for row in rows:

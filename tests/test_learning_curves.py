@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT / "results"))
 
 import learning_curves as study
 
+DATA = ROOT / "results/data"
+
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
@@ -52,6 +54,26 @@ def test_an_interval_holds_the_mean_as_often_as_it_says(size):
     ends = [study.interval(values) for values in draws]
     assert 0.935 < np.mean([low < 0 < high for low, high in ends]) < 0.965
     assert study.interval(np.array([0.3])) == (-np.inf, np.inf)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [path.stem.removesuffix("_runs") for path in sorted(DATA.glob("learning_curves*_runs.csv"))],
+)
+def test_a_published_table_is_the_one_of_its_published_curves(name):
+    """Areas and ends again, by hand, of the curves in the file beside the table."""
+    found = {}
+    for row in csv.DictReader((DATA / f"{name}_runs.csv").open()):
+        curve = np.array(row["accuracies"].split(), dtype=float)
+        found.setdefault((row["regime"], row["method"]), {})[row["seed"]] = curve
+    for row in csv.DictReader((DATA / f"{name}.csv").open()):
+        own, uniform = found[row["regime"], row["method"]], found[row["regime"], study.UNIFORM]
+        seeds = sorted(own.keys() & uniform.keys())
+        assert len(seeds) == int(row["seeds"]) > 0
+        more = np.array([own[seed] - uniform[seed] for seed in seeds])  # [seeds, points]
+        for key, of in (("area", np.trapezoid(more) / (more.shape[1] - 1)), ("end", more[:, -1])):
+            written = [float(row[f"{key}_{end}"]) for end in ("more", "low", "high")]
+            assert written == pytest.approx([of.mean(), *study.interval(of)], rel=1e-3, abs=1e-6)
 
 
 def test_the_study_of_the_language_model_has_its_own_task_and_flags(monkeypatch, tmp_path, capsys):
