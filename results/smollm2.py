@@ -7,9 +7,9 @@ SmolLM2-135M-Instruct, of that package's GGUF file, as a folder that --model_nam
 Where the Hub is at hand, HuggingFaceTB/SmolLM2-135M-Instruct is the same model, and without the
 package the command makes the data alone.
 
-The task: additions and subtractions of digits, 110 of one operation and 70 of two, after three
-worked examples. Every step must be stated, and right: a solution of "7 + 4 - 4" is
-"7 + 4 = 11. 11 - 4 = 7. \\boxed{7}". sums-3.jsonl is harder: two and three operations.
+The task: two additions or subtractions of digits, after three worked examples. Every step must be
+stated, and right: a solution of "7 + 4 - 4" is "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}".
+sums-3.jsonl is harder: two and three operations.
 """
 
 import importlib.util
@@ -50,11 +50,14 @@ def worked(start: int, steps: list[tuple[str, int]]) -> tuple[str, str, list[int
     return asked, " ".join([*said, f"\\boxed{{{results[-1]}}}"]), results[1:]
 
 
-EXAMPLES = [worked(7, [("+", 4), ("-", 4)]), worked(8, [("-", 2)]), worked(6, [("+", 3)])]
+EXAMPLES = [
+    worked(7, [("+", 4), ("-", 4)]), worked(8, [("-", 2), ("+", 1)]), worked(6, [("+", 3), ("+", 2)])
+]  # fmt: skip
+LARGEST = 18  # of all results
 
 
 def save_sums(path: Path, counts: dict[int, int]) -> None:
-    """Different problems of digits, so many of each number of operations; no value is below 1."""
+    """Different problems of digits, so many of each number of operations; results are 1 to 18."""
     messages = [{"role": "system", "content": "Calculate step by step."}]
     for asked, said, _ in EXAMPLES:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
@@ -64,7 +67,7 @@ def save_sums(path: Path, counts: dict[int, int]) -> None:
         while len(rows) < wanted:
             signs = rng.choices("+-", k=length)
             asked, _, results = worked(rng.randint(1, 9), [(s, rng.randint(1, 9)) for s in signs])
-            if min(results) >= 1:
+            if 1 <= min(results) and max(results) <= LARGEST:
                 prompt = [*messages, {"role": "user", "content": asked}]
                 row = {"prompt": prompt, "answer": str(results[-1]), "steps": results}
                 rows.setdefault(asked, row)
@@ -75,7 +78,7 @@ def save_sums(path: Path, counts: dict[int, int]) -> None:
 def main() -> None:
     folder = Path(sys.argv[1]).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    save_sums(folder / "sums.jsonl", {1: 110, 2: 70})
+    save_sums(folder / "sums.jsonl", {2: 180})
     save_sums(folder / "sums-3.jsonl", {2: 100, 3: 300})
     save_model(folder)
 
