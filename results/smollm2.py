@@ -51,8 +51,9 @@ def worked(start: int, steps: list[tuple[str, int]]) -> tuple[str, str, list[int
 
 
 EXAMPLES = [
-    worked(7, [("+", 4), ("-", 4)]), worked(8, [("-", 2), ("+", 1)]), worked(6, [("+", 3), ("+", 2)])
-]  # fmt: skip
+    worked(start, [(first, a), (then, b)])
+    for start, first, a, then, b in ((7, "+", 4, "-", 4), (8, "-", 2, "+", 1), (6, "+", 3, "+", 2))
+]
 LARGEST = 18  # of all results
 
 
