@@ -6,7 +6,7 @@
 ARCA (arXiv 2606.00257, authors' code github.com/rodlaf/tokenweighting) asks of every token how far
 the adapter has moved the policy there. Tokens share a completion's advantage in proportion:
 
-    alpha_t = || h_adapted_t - h_base_t ||_2            h: after the final norm, predicting y_t
+    alpha_t = || h_adapted_t - h_base_t ||_2   h: after the final norm, predicting y_t, in fp32
     w_t     = (alpha_t + 1e-8)^p / sum_k (alpha_k + 1e-8)^p
     A_t     = A_i * T_i * w_t                           so the mean over tokens is A_i
 
@@ -131,6 +131,7 @@ class Args:
         "random", "shuffled",
     ] = flag("arca", "what shares the advantage; uniform is GRPO, the last 2 controls")  # fmt: skip
     sharpening: float = flag(1.0, "power p on the scores before they are normalised", "[0, inf)")
+    score_in_fp32: bool = flag(True, "else in --dtype: faster, but bf16 rounds a young adapter off")
     # === END CREDIT ===
     # optimiser
     learning_rate: float = flag((4e-3, 4e-5), "AdamW's peak; see README for where it is from")
@@ -184,7 +185,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
         return -micro.sampled_logp if credit == "surprisal" else micro.sampled_logp.exp()
     if credit == "entropy_reduction":  # H_t - H_{t+1} where that is positive; the last has none
         return F.pad(-micro.entropy.diff().clamp(max=0) * micro.mask[:, 1:], (0, 1))
-    with in_fp32(run) as policy:  # in bf16 a young adapter changes less than rounding does
+    with (in_fp32(run) if run.args.score_in_fp32 else contextlib.nullcontext(run.policy)) as policy:
         logp, hidden = policy(micro)
         with run.model.disable_adapter():
             base_logp, base_hidden = policy(micro)
@@ -673,10 +674,9 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
 def build_run(args: Args, tokenizer) -> Run:
     """Policy, optimiser and schedule, as Accelerate prepares them."""
     rewards = load_reward_funcs(args.reward_funcs, args.reward_weights)
-    how = {"mixed_precision": "bf16" if args.dtype == "bfloat16" else "no"}
+    how = {"mixed_precision": "bf16" if args.dtype == "bfloat16" else "no", "cpu": not CUDA}
     how["log_with"] = None if args.report_to == "none" else args.report_to
-    how["cpu"] = not CUDA  # else CPU processes do not find each other
-    accelerator = Accelerator(project_dir=args.output_dir, **how)
+    accelerator = Accelerator(project_dir=args.output_dir, **how)  # cpu: else those never meet
     model = load_policy(args, accelerator.device)
     if args.torch_compile:
         torch._dynamo.config.recompile_limit = 4096  # one for each layer, mode and adapter state

@@ -851,10 +851,9 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
 def build_run(args: Args, tokenizer) -> Run:
     """Policy, optimiser and schedule, as Accelerate prepares them."""
     rewards = load_reward_funcs(args.reward_funcs, args.reward_weights)
-    how = {"mixed_precision": "bf16" if args.dtype == "bfloat16" else "no"}
+    how = {"mixed_precision": "bf16" if args.dtype == "bfloat16" else "no", "cpu": not CUDA}
     how["log_with"] = None if args.report_to == "none" else args.report_to
-    how["cpu"] = not CUDA  # else CPU processes do not find each other
-    accelerator = Accelerator(project_dir=args.output_dir, **how)
+    accelerator = Accelerator(project_dir=args.output_dir, **how)  # cpu: else those never meet
     model = load_policy(args, accelerator.device)
     if args.torch_compile:
         torch._dynamo.config.recompile_limit = 4096  # one for each layer, mode and adapter state

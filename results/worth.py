@@ -51,7 +51,8 @@ from common.reward import RewardError
 HALF, KEYS = "half of the groups", ("worth", "adam", "bias", "aligned")
 PLAIN = ["--credit", "uniform", "--negative_weight", "1"]
 # Of the flags that all scripts have, a method may set these: others make other batches
-ITS_OWN = {"credit", "sharpening", "negative_weight", "loss_type", "output_dir", "run_name"}
+ITS_OWN = {"credit", "sharpening", "score_in_fp32", "negative_weight", "loss_type"}
+ITS_OWN |= {"output_dir", "run_name"}
 
 
 def fail(message: object) -> None:

@@ -141,6 +141,8 @@ def test_scores_in_bf16_are_those_of_fp32(make_run, credit):
     assert torch.equal(hidden, hidden.bfloat16().float())  # it computes in bf16 again
     alike = [torch.corrcoef(torch.stack([exact, x])[:, batch.mask])[0, 1] for x in (ours, rounded)]
     assert alike[0] > 0.995 and alike[1] < 0.9, alike
+    faster = make_run(credit=credit, dtype="bfloat16", adapter=1e-4, score_in_fp32=False)
+    assert torch.equal(scored(faster).scores, rounded * batch.mask)  # asked for, and had
 
 
 def test_shuffled_permutes_within_the_completion(make_run):

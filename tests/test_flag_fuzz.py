@@ -110,6 +110,7 @@ OWN = {
             "oar_g s_trace nothing",
         ),
         "sharpening": ("0 0.5 1 3 100", "-1 nan inf x"),
+        "score_in_fp32": BOOL,
     },
     "grpo_oar": {
         "credit": ("oar_g oar_p uniform random shuffled", "arca gspo nothing"),
