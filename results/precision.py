@@ -45,13 +45,15 @@ SIZES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
 
 
 def train(flags: list[str], updates: int) -> tuple:
-    """A run after so many updates, and the useful micro-batches of its next rollout."""
+    """A run after so many updates, and the micro-batches of its next rollout."""
     defaults = ["--dtype", "bfloat16", "--max_steps", "1000", "--credit", "uniform"]
     args = grpo_arca.parse_args([*defaults, *flags])
     tokenizer, data, _ = load_data(args)
     run = grpo_arca.build_run(args, tokenizer)
     for run.rollout in range(updates + 1):
         batch, _ = grpo_arca.collect(run, data, {"seconds_rollout": 1.0})
+        if run.rollout == updates:  # all of its completions, whatever they earned
+            batch.advantages = torch.ones_like(batch.advantages)
         (micros,) = grpo_arca.micro_batches(args, batch)
         grpo_arca.score(run, micros, {})
         if run.rollout < updates:

@@ -7,9 +7,9 @@ SmolLM2-135M-Instruct, of that package's GGUF file, as a folder that --model_nam
 Where the Hub is at hand, HuggingFaceTB/SmolLM2-135M-Instruct is the same model, and without the
 package the command makes the data alone.
 
-The task: two additions or subtractions of digits, after three worked examples. Every step must be
-stated, and right: a solution of "7 + 4 - 4" is "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}".
-sums-3.jsonl is harder: two and three operations.
+The task: to a digit, add or subtract 1 to 3 twice, after three worked examples. Every step must be
+stated, and right: a solution of "7 + 4 - 4" is "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}". Harder are
+sums-digits.jsonl, 1 to 9 twice, and sums-3.jsonl, two and three operations.
 """
 
 import importlib.util
@@ -54,11 +54,10 @@ EXAMPLES = [
     worked(start, [(first, a), (then, b)])
     for start, first, a, then, b in ((7, "+", 4, "-", 4), (8, "-", 2, "+", 1), (6, "+", 3, "+", 2))
 ]
-LARGEST = 18  # of all results
 
 
-def save_sums(path: Path, counts: dict[int, int]) -> None:
-    """Different problems of digits, so many of each number of operations; results are 1 to 18."""
+def save_sums(path: Path, counts: dict[int, int], number: int = 9, result: int = 18) -> None:
+    """Different problems, so many of each count of operations, with these largest values."""
     messages = [{"role": "system", "content": "Calculate step by step."}]
     for asked, said, _ in EXAMPLES:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
@@ -67,8 +66,9 @@ def save_sums(path: Path, counts: dict[int, int]) -> None:
         wanted = len(rows) + count
         while len(rows) < wanted:
             signs = rng.choices("+-", k=length)
-            asked, _, results = worked(rng.randint(1, 9), [(s, rng.randint(1, 9)) for s in signs])
-            if 1 <= min(results) and max(results) <= LARGEST:
+            steps = [(sign, rng.randint(1, number)) for sign in signs]
+            asked, _, results = worked(rng.randint(1, 9), steps)
+            if 1 <= min(results) and max(results) <= result:
                 prompt = [*messages, {"role": "user", "content": asked}]
                 row = {"prompt": prompt, "answer": str(results[-1]), "steps": results}
                 rows.setdefault(asked, row)
@@ -79,7 +79,8 @@ def save_sums(path: Path, counts: dict[int, int]) -> None:
 def main() -> None:
     folder = Path(sys.argv[1]).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    save_sums(folder / "sums.jsonl", {2: 180})
+    save_sums(folder / "sums.jsonl", {2: 180}, number=3, result=9)
+    save_sums(folder / "sums-digits.jsonl", {2: 180})
     save_sums(folder / "sums-3.jsonl", {2: 100, 3: 300})
     save_model(folder)
 

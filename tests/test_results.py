@@ -262,8 +262,9 @@ def test_what_learning_writes_is_what_compare_draws(project, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # The real model's task
 # --------------------------------------------------------------------------------------------------
-def test_sums_are_right_different_and_as_many_as_said(tmp_path):
-    smollm2.save_sums(tmp_path / "sums.jsonl", {1: 20, 3: 9})
+@pytest.mark.parametrize(("number", "result"), [(9, 18), (3, 9)])
+def test_sums_are_right_different_and_as_many_as_said(tmp_path, number, result):
+    smollm2.save_sums(tmp_path / "sums.jsonl", {1: 20, 3: 9}, number, result)
     rows = [json.loads(line) for line in (tmp_path / "sums.jsonl").open()]
     asked = [row["prompt"][-1]["content"] for row in rows]
     examples = [message["content"] for message in rows[0]["prompt"][1:-1]]
@@ -275,7 +276,8 @@ def test_sums_are_right_different_and_as_many_as_said(tmp_path):
         for sign, number in zip(rest[::2], rest[1::2], strict=True):
             values.append(values[-1] + int(sign + number))
         assert row["steps"] == values[1:] and row["answer"] == str(values[-1])
-        assert min(values) >= 1 and max(values[1:]) <= 18
+        assert min(values) >= 1 and max(values[1:]) <= result
+        assert max(map(int, rest[1::2])) <= number
     assert examples[:2] == ["7 + 4 - 4", "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}"]
     problems = parse_rows(rows, "sums", None, None)
     worked = smollm2.worked(5, [("+", 3), ("-", 7), ("+", 1)])
