@@ -273,8 +273,8 @@ def test_sums_are_right_different_and_as_many_as_said(tmp_path, number, result):
     for row, text in zip(rows, asked, strict=True):
         first, *rest = text.split()
         values = [int(first)]
-        for sign, number in zip(rest[::2], rest[1::2], strict=True):
-            values.append(values[-1] + int(sign + number))
+        for sign, term in zip(rest[::2], rest[1::2], strict=True):
+            values.append(values[-1] + int(sign + term))
         assert row["steps"] == values[1:] and row["answer"] == str(values[-1])
         assert min(values) >= 1 and max(values[1:]) <= result
         assert max(map(int, rest[1::2])) <= number
