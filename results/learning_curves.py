@@ -19,7 +19,7 @@ for (--regimes "one update, constant rate"), with a learning rate that does not 
     curves    each method at its learning rate on seeds 1 to 8, evaluated on 100 held-out
               problems, 4 samples each, every 10 rollouts
 
-With `--smollm2` it is SmolLM2-135M on sums (smollm2.py): 30 rollouts of 32 completions of 4
+With `--smollm2` it is SmolLM2-135M on sums (smollm2.py): 20 rollouts of 32 completions of 4
 problems, one update each, 36 held-out problems, 8 samples each, and no oracle; for a sweep one seed
 and 15 rollouts, for curves three seeds. Flags after `--` go to the scripts: `-- --dtype bfloat16`
 where the CPU has it.
@@ -135,7 +135,7 @@ def on_smollm2(folder: Path) -> None:
     }  # fmt: skip
     settings = {"METHODS": methods, "CONTROL": (UNIFORM,), "REGIMES": {"SmolLM2": 1}}
     settings |= {"FOLDER": ROOT / "runs/learning_curves_smollm2", "SWEEP_SEEDS": (101,)}
-    settings |= {"RATES": {"SmolLM2": ("4e-4", "8e-4")}, "ROLLOUTS": 30}
+    settings |= {"RATES": {"SmolLM2": ("4e-4", "8e-4")}, "ROLLOUTS": 20, "EVERY": 5}
     settings |= {"SWEEP_ROLLOUTS": 15, "COMPLETIONS": 32, "HELD_OUT": 36, "SHOWN": (-0.3, 0.3)}
     globals().update(settings, TASK=[f"--{name}={value}" for name, value in task.items()])
 

@@ -80,7 +80,7 @@ def test_a_published_table_is_the_one_of_its_published_curves(name):
 def test_the_study_of_the_language_model_has_its_own_task_and_flags(monkeypatch, tmp_path, capsys):
     for name in ("METHODS", "CONTROL", "REGIMES", "FOLDER", "SWEEP_SEEDS", "RATES", "ROLLOUTS"):
         monkeypatch.setattr(study, name, getattr(study, name))  # so that they come back
-    for name in ("SWEEP_ROLLOUTS", "COMPLETIONS", "HELD_OUT", "SHOWN", "TASK", "MORE"):
+    for name in ("SWEEP_ROLLOUTS", "EVERY", "COMPLETIONS", "HELD_OUT", "SHOWN", "TASK", "MORE"):
         monkeypatch.setattr(study, name, getattr(study, name))
     words = ["--smollm2", str(tmp_path), "--list", "--stage", "sweep", "--", "--dtype", "bfloat16"]
     monkeypatch.setattr(sys, "argv", ["learning_curves.py", *words])
@@ -91,7 +91,7 @@ def test_the_study_of_the_language_model_has_its_own_task_and_flags(monkeypatch,
     command = run.command()
     assert f"--dataset_name={tmp_path}/sums.jsonl" in command and command[-1] == "bfloat16"
     args = importlib.import_module("grpo_arca").parse_args(command[2:])
-    assert (args.negative_weight, args.max_steps, args.per_device_train_batch_size) == (0, 30, 32)
+    assert (args.negative_weight, args.max_steps, args.per_device_train_batch_size) == (0, 20, 32)
     assert "--max_steps=15" in run._replace(held_out=False).command()  # its sweep is shorter
 
 
