@@ -28,7 +28,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(study, "RATES", dict.fromkeys(study.REGIMES, ("0.002", "0.004")))
     monkeypatch.setattr(study, "ROLLOUTS", 2)
     monkeypatch.setattr(study, "SWEEP_ROLLOUTS", 2)
-    monkeypatch.setattr(study, 1)
+    monkeypatch.setattr(study, "EVERY", 1)
     monkeypatch.setattr(study, "FOLDER", tmp_path)
 
 
