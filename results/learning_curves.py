@@ -307,8 +307,11 @@ def tabulate(regimes: list[str]) -> tuple[list[dict], dict]:
                 rows.append({"regime": regime, "method": name, "rate": runs[0].rate})
                 tokens = np.mean([passed_tokens(run) for run in runs], 0)
                 rows[-1] |= {"tokens_sampled": int(tokens[0]), "tokens_passed": int(tokens[1])}
-                norms = [row.get("grad_norm") for run in runs for row in run.rows()]
-                norms = [norm for norm in norms if norm is not None]  # as of an evaluation's row
+                steps = [row for run in runs for row in run.rows() if "reward" in row]
+                times = [sum(x for k, x in row.items() if k[:7] == "seconds") for row in steps]
+                rows[-1] |= {"seconds_a_step": np.mean(times)}
+                rows[-1] |= {"peak_gb": max(row.get("peak_memory_gb", 0) for row in steps)}
+                norms = [row["grad_norm"] for row in steps]
                 rows[-1] |= {"grad_norm": np.median(norms), "clipped": np.mean(np.array(norms) > 1)}
     for row in rows:
         own, uniform = (found.get((row["regime"], x), {}) for x in (row["method"], UNIFORM))
@@ -347,7 +350,8 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
         len(regimes), 2, figsize=(12, 0.45 * sum(heights)), squeeze=False, sharex="col",
         height_ratios=heights,
     )  # fmt: skip
-    colours = dict(zip(METHODS, plt.get_cmap("tab20").colors)) | {UNIFORM: "black"}
+    palette = plt.get_cmap("tab20" if len(METHODS) > 10 else "tab10").colors
+    colours = dict(zip(METHODS, palette)) | {UNIFORM: "black"}
     for (left, right), regime in zip(panels, regimes):
         here = [row for row in rows if row["regime"] == regime]
         for place, row in enumerate(here):
@@ -363,6 +367,7 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
                 right.plot(ends, [y] * 2, color=colours[name], linewidth=2, alpha=0.5)
                 right.plot(row[f"{key}_more"], y, marker, color=colours[name], markersize=5)
         left.set_title(f"Held-out accuracy, {regime}", loc="left", fontweight="bold")
+        left.set_xticks(rollouts)
         left.set_xlabel(f"rollouts of {COMPLETIONS} completions")
         left.legend(frameon=False, fontsize=8)
         right.axvline(0, color="#888888", linewidth=1)
