@@ -1,6 +1,7 @@
 """Draws results/data/methods.png: one wrong completion of a policy under four methods.
 
     accelerate launch grpo_oar.py && python results/methods.py runs/grpo_oar-oar_g-1
+    python results/methods.py runs/smollm2 8      # of a language model's run, on 8 held-out problems
 
 Takes the groups of decisive_tokens.py, and of their wrong completions the first.
 """
@@ -45,7 +46,8 @@ def draw(axis, title: str, tokens: list[dict]) -> None:
 
 
 def main() -> None:
-    groups = {group["heading"]: group for group in measure(sys.argv[1], sys.argv[1])}
+    made = measure(sys.argv[1], sys.argv[1], *map(int, sys.argv[2:]))
+    groups = {group["heading"]: group for group in made}
     figure, axes = plt.subplots(len(TITLES), 1, figsize=(11, 4.4))
     for axis, (credit, title) in zip(axes, TITLES.items(), strict=True):
         wrong = [c for c in groups[credit]["completions"] if c["reward"] == 0]
