@@ -149,6 +149,7 @@ class Args:
         "auto", "first answer token (auto of oar_p) | mean logits (of oar_g) | mean log-prob"
     )
     oar_noise_std: float = flag(1e-3, "OAR-G: std of the noise on the reasoning's embeddings")
+    score_in_fp32: bool = flag(True, "OAR-G; else in --dtype: faster, but bf16 loses the ranks")
     oar_conclude: str = flag("\nThe final answer is \\boxed{", "asks for the answer again")
     oar_max_tokens_per_micro_batch: int = flag(16384, "OAR-P: rows x length of one forward")
 
@@ -350,7 +351,8 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
                 found, counts[2] = perturbation_scores(run, micro, probes)
         else:  # a dense copy in fp32 only where rollouts have it, too
             small = small or args.dtype != "float32"
-            with in_fp32(run), contextlib.nullcontext() if small else dense(run.model):
+            exact = in_fp32(run) if args.score_in_fp32 else run.accelerator.autocast()
+            with exact, contextlib.nullcontext() if small else dense(run.model):
                 found, counts[2] = gradient_scores(run, micro, probes)
         for values, row, reasoning in zip(found, probes.rows, probes.reasoning):
             scores[row, : int(reasoning.sum())] = values[reasoning].to(scores.dtype)

@@ -1,7 +1,7 @@
 """Draws results/data/methods.png: one wrong completion of a policy under four methods.
 
     accelerate launch grpo_oar.py && python results/methods.py runs/grpo_oar-oar_g-1
-    python results/methods.py runs/smollm2 8      # of a language model's run, on 8 held-out problems
+    python results/methods.py runs/smollm2 8   # of another run, on 8 held-out problems
 
 Takes the groups of decisive_tokens.py, and of their wrong completions the first.
 """

@@ -228,9 +228,9 @@ def prepare(module, credits: list[str], options: argparse.Namespace) -> Bench:
     if options.shape == "tiny":
         tokenizer, data, _ = module.load_data(args)
         run = module.build_run(args, tokenizer)
-        run.grader = (
-            RandomRewards(options.idle, args.num_generations) if options.idle else run.grader
-        )
+        if options.idle:  # random rewards hang on no step
+            data = ([problem._replace(steps=()) for problem in data[0]], data[1])
+            run.grader = RandomRewards(options.idle, args.num_generations)
         return Bench(module, run, data, methods, None)
     run = module.build_run(args, AutoTokenizer.from_pretrained(args.model_name_or_path))
     run.grader = RandomRewards(options.idle, args.num_generations)

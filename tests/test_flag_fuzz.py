@@ -114,6 +114,7 @@ OWN = {
     },
     "grpo_oar": {
         "credit": ("oar_g oar_p uniform random shuffled", "arca gspo nothing"),
+        "score_in_fp32": BOOL,
         "oar_quantile": SHARE,
         "oar_beta": ("0 1 5", "-1 nan inf x"),
         "oar_floor": SHARE,

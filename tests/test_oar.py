@@ -236,6 +236,18 @@ def test_oar_g_equals_one_backward_a_completion(make_run, noise, tolerance, dtyp
     compare(batch, reference, tolerance)
 
 
+def test_oar_g_in_bf16_if_asked_for(make_run):
+    """At a noise that bf16 does not drown: near fp32's scores, and not the same."""
+    found = {}
+    for fp32 in (True, False):
+        how = {"oar_noise_std": 0.5, "dtype": "bfloat16", "score_in_fp32": fp32}
+        batch = make_batch([tokens(p) for p in COMPLETIONS])
+        score(make_run(trainer, **how), batch)
+        found[fp32] = batch.scores[batch.scores > 0]
+    assert not torch.allclose(found[True], found[False], rtol=1e-3)
+    assert torch.corrcoef(torch.stack([found[True], found[False]]))[0, 1] > 0.95
+
+
 def test_oar_g_in_float64_at_the_default_noise(make_run, monkeypatch):
     """What is left of the difference in fp32 is rounding: in float64, where transformers' norms and
     our logits are not in fp32 either, six more digits agree."""
