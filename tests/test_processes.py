@@ -119,4 +119,4 @@ def test_every_split_is_the_same_update(tmp_path):
     for processes in (1, 2, 4):
         records |= start(tmp_path, "all", processes)
     assert len(records) == 4
-    check_splits(records, 3 * 17 + 5)
+    check_splits(records, 3 * 18 + 5)
