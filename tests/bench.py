@@ -95,6 +95,8 @@ sys.modules[name].use_every_core()
 prepared = bench.prepare(sys.modules[name], credits, options)
 if idle:  # an older bench lacks it, so the class of the one that compares is at the top of this
     prepared.run.grader = RandomRewards(idle, prepared.run.args.num_generations)
+    problems = [problem._replace(steps=()) for problem in prepared.data[0]]
+    prepared = prepared._replace(data=(problems, prepared.data[1]))
 print("ready", file=out)
 for line in sys.stdin:
     print(json.dumps(bench.step(prepared, *json.loads(line), 0.0), default=float), file=out)

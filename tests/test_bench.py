@@ -106,7 +106,9 @@ def test_another_checkout_runs_in_turn_by_its_own_bench(tmp_path, monkeypatch, c
 
 
 GRADING_BENCH = """
+from collections import namedtuple
 from types import SimpleNamespace
+Bench, Problem = namedtuple("Bench", "run data"), namedtuple("Problem", "steps")
 class RandomRewards:
     def grade(self, texts, answers):
         return [1.0] * len(texts)
@@ -116,8 +118,9 @@ import sys
 sys.modules["grpo_arca"] = SimpleNamespace(use_every_core=lambda: None)
 def prepare(module, credits, options):
     run = SimpleNamespace(args=SimpleNamespace(num_generations=4), grader=RandomRewards())
-    return SimpleNamespace(run=run)
+    return Bench(run, ([Problem((3, 6))], []))
 def step(bench, credit, repeat, others):
+    assert not bench.data[0][0].steps or {IDLE} == 0  # random rewards hang on no step
     rewards = bench.run.grader.grade([""] * 32, [""] * 32)
     groups = [rewards[i : i + 4] for i in range(0, 32, 4)]
     return {"idle": sum(len(set(group)) == 1 for group in groups), "rewards": rewards}
@@ -128,7 +131,7 @@ def step(bench, credit, repeat, others):
 def test_idle_groups_are_the_same_in_a_checkout_that_knows_none(tmp_path, idle, count):
     """Whose bench is asked for none, too: then its own rewards are used."""
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/bench.py").write_text(GRADING_BENCH)
+    (tmp_path / "tests/bench.py").write_text(GRADING_BENCH.replace("{IDLE}", str(idle)))
     argv = ["grpo_arca", "--shape", "8B", "--layers", "2"]
     argv += ["--idle", str(idle), "--against", str(tmp_path), "--", "--seed", "2"]
     options = bench.parse_options(argv)

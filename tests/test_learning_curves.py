@@ -27,7 +27,6 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(study, "HELD_OUT", 4)
     monkeypatch.setattr(study, "RATES", dict.fromkeys(study.REGIMES, ("0.002", "0.004")))
     monkeypatch.setattr(study, "ROLLOUTS", 2)
-    monkeypatch.setattr(study, "SWEEP_ROLLOUTS", 2)
     monkeypatch.setattr(study, "EVERY", 1)
     monkeypatch.setattr(study, "FOLDER", tmp_path)
 
@@ -78,21 +77,20 @@ def test_a_published_table_is_the_one_of_its_published_curves(name):
 
 
 def test_the_study_of_the_language_model_has_its_own_task_and_flags(monkeypatch, tmp_path, capsys):
-    for name in ("METHODS", "CONTROL", "REGIMES", "FOLDER", "SWEEP_SEEDS", "RATES", "ROLLOUTS"):
+    for name in ("METHODS", "CONTROL", "REGIMES", "FOLDER", "RATES", "ROLLOUTS"):
         monkeypatch.setattr(study, name, getattr(study, name))  # so that they come back
-    for name in ("SWEEP_ROLLOUTS", "EVERY", "COMPLETIONS", "HELD_OUT", "SHOWN", "TASK", "MORE"):
+    for name in ("EVERY", "COMPLETIONS", "HELD_OUT", "SHOWN", "TASK", "MORE"):
         monkeypatch.setattr(study, name, getattr(study, name))
-    words = ["--smollm2", str(tmp_path), "--list", "--stage", "sweep", "--", "--dtype", "bfloat16"]
+    words = ["--smollm2", str(tmp_path), "--list", "--stage", "curves", "--", "--dtype", "bfloat16"]
     monkeypatch.setattr(sys, "argv", ["learning_curves.py", *words])
     study.main()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 * 2 and "SmolLM2-s_trace-4e-4-101" in lines[6]  # oar_p has oar_g's
+    assert len(lines) == 5 * 3 + 1 and "SmolLM2-s_trace-4e-4-1-curve" in lines[3]  # oar_p: once
     run = study.Run("SmolLM2", "right alone", "4e-4", 1, True)
     command = run.command()
     assert f"--dataset_name={tmp_path}/sums.jsonl" in command and command[-1] == "bfloat16"
     args = importlib.import_module("grpo_arca").parse_args(command[2:])
     assert (args.negative_weight, args.max_steps, args.per_device_train_batch_size) == (0, 20, 32)
-    assert "--max_steps=15" in run._replace(held_out=False).command()  # its sweep is shorter
 
 
 def test_the_sweep_chooses_by_training_reward_and_the_table_is_paired(small):
