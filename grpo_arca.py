@@ -10,9 +10,9 @@ the adapter has moved the policy there. Tokens share a completion's advantage in
     w_t     = (alpha_t + 1e-8)^p / sum_k (alpha_k + 1e-8)^p
     A_t     = A_i * T_i * w_t                           so the mean over tokens is A_i
 
-p (--sharpening) is 1 in the paper's equation, 2 in its table. The other signals are its baselines,
-but probability (surprisal's opposite) and two controls are ours, as is the clipped ratio: at 1 the
-loss is its -mean_i A_i sum_t w_t log pi(y_t). Outside the CREDIT marks all scripts are the same.
+p (--sharpening) is 1 in the paper's equation, 2 in its table. The other signals are its baselines;
+ours are probability, two controls and the clipped ratio: at 1 the loss is its -mean_i A_i sum_t w_t
+log pi(y_t). Outside the CREDIT marks all scripts are the same.
 Shapes: B completions, P prompt and T own tokens (padded left, right), V words, H hidden, G a group.
 """
 
@@ -36,8 +36,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-# On a CPU with AVX512-BF16 its import would ask for a kernel that `load_policy` switches off.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # `load_policy` needs no AVX512 kernel
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +50,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 SCRIPT, CUDA = Path(__file__).resolve(), torch.cuda.is_available()
@@ -282,10 +281,7 @@ class Run:
 def train(run: Run, train_set: tuple, held_out: tuple, log: RunLog, bar: tqdm) -> bool:
     """GRPO: collect a rollout, score its tokens, update on it. False if a signal ended it."""
     args = run.args
-
-    def due(every: int) -> bool:  # whether a multiple of it lies in the last rollout
-        return every > 0 and run.step > 0 and run.step % every < args.updates_per_rollout
-
+    due = lambda n: n > 0 and run.step > 0 and run.step % n < args.updates_per_rollout  # noqa: E731
     while True:
         interrupted = sum(gather_object([len(run.signals)])) > 0  # on any process
         if interrupted or run.skipped >= 10 or due(args.save_steps):
@@ -412,9 +408,9 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     run.optimizer.zero_grad()
     run.skipped = 0 if finite else run.skipped + 1
     metrics = {"loss": loss, "grad_norm": float(norm), "learning_rate": learning_rate}
-    metrics |= {"clip_fraction": clipped / max(tokens, 1), "skipped_update": float(not finite)}
-    metrics["sampling_gap"] = gap / max(tokens, 1)  # with dropout, that is most of it
-    return metrics | {"clip_fraction_sequence": cut / max(rows, 1)}
+    metrics |= {"clip_fraction_sequence": cut / max(rows, 1), "skipped_update": float(not finite)}
+    gap, clipped = gap / max(tokens, 1), clipped / max(tokens, 1)
+    return metrics | {"clip_fraction": clipped, "sampling_gap": gap}
 
 
 def training_forward(run: Run, micro: Batch) -> Tensor:
@@ -425,9 +421,7 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
     return run.policy(micro)[0]
 
 
-def policy_loss(
-    args: Args, micro: Batch, logp: Tensor, old_logp: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
+def policy_loss(args: Args, micro: Batch, logp: Tensor, old_logp: Tensor, scale: Tensor) -> tuple:
     """The clipped surrogate (PPO, arXiv 1707.06347) of GRPO (2402.03300), summed with `scale`, and
     which tokens are clipped. All tensors are [B, T]; only logp carries gradients."""
     log_ratio = torch.where(micro.mask, logp - old_logp, 0.0)  # padding must not overflow in exp
@@ -482,9 +476,7 @@ def row_uniforms(args: Args, kind: str, step: int, rows: Tensor, length: int) ->
     return torch.stack([torch.rand(length, generator=stream) for stream in streams])
 
 
-def sample_tokens(
-    logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
+def sample_tokens(logits: Tensor, u: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> list[Tensor]:
     """Tokens [B] by inverse CDF from logits [B, V] and a uniform in [0, 1) a row [B]; their
     log-probs and the entropies [B], before top_k and top_p, as trained. Temperature 0 is greedy."""
     logp = logits.float() / (temperature or 1.0)
@@ -492,7 +484,7 @@ def sample_tokens(
     probs = logp.exp()
     entropy = -(probs * logp).sum(-1)
     if temperature == 0:
-        return logp.argmax(-1), logp.amax(-1), entropy
+        return [logp.argmax(-1), logp.amax(-1), entropy]
     kept = TopKLogitsWarper(top_k)(None, logp) if top_k > 0 else logp
     kept = TopPLogitsWarper(top_p)(None, kept) if top_p < 1 else kept
     cdf = (probs if kept is logp else kept.softmax(-1)).cumsum(-1)
@@ -500,7 +492,7 @@ def sample_tokens(
     # Strictly below the total, or rounding would let u near 1 pick an impossible last token.
     threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     token = torch.searchsorted(cdf, threshold, right=True).clamp(max=size - 1)  # clamp: for NaN
-    return token.squeeze(1), logp.gather(1, token).squeeze(1), entropy
+    return [token.squeeze(1), logp.gather(1, token).squeeze(1), entropy]
 
 
 class Decoder:
@@ -514,30 +506,21 @@ class Decoder:
         self.ids = F.pad(ids, (0, room), value=-1)  # [B, P + T], -1 where no token is
         self.logp, self.entropy = torch.zeros(2, *self.ids.shape, device=device)
         self.u = F.pad(u, (ids.shape[1], 0))
-        # Each different prompt is read once for all its samples.
-        ids, copies = ids.unique(dim=0, return_inverse=True)  # [U, P], [B]
-        real, width = ids >= 0, ids.shape[1]
-        self.cache = transformers.StaticCache(config=model.config, max_cache_len=width + room)
-        for i, sliding in enumerate(self.cache.is_sliding):
-            if sliding:  # its window is in the mask: a graph would not see this layer roll
-                self.cache.layers[i] = StaticLayer(width + room)
-        logits = self.read(ids.clamp(min=0), real.long(), (real.cumsum(1) - 1).clamp(min=0))
+        ids, copies = ids.unique(dim=0, return_inverse=True)  # [U, P], [B]: each is read once
+        self.cache = StaticCache(config=model.config, max_cache_len=self.ids.shape[1])
+        for i in [i for i, sliding in enumerate(self.cache.is_sliding) if sliding]:
+            self.cache.layers[i] = StaticLayer(self.ids.shape[1])  # a graph would see no roll
+        hidden = hidden_states(model, ids.clamp(min=0), (ids >= 0).long(), self.cache)
         self.cache.reorder_cache(copies)
         self.place = torch.arange(len(u), device=device)  # [n] in progress: `keep` makes n less
-        self.padding = (self.ids[:, :width] < 0).sum(1, keepdim=True)  # [n, 1]
         self.mask = (self.ids >= 0).long()  # [n, P + T]
-        self.column = torch.tensor([width], device=device)  # [1] of the next token
+        self.column = torch.tensor(ids.shape[1:], device=device)  # [1] of the next token
         self.age, self.graph = 0, None
-        self.emit(logits[copies])
+        self.emit(hidden[copies, -1])
 
-    def read(self, ids: Tensor, attention: Tensor, positions: Tensor) -> Tensor:  # logits [n, V]
-        inputs = {"attention_mask": attention, "position_ids": positions, "use_cache": True}
-        out = self.model.base_model(input_ids=ids, past_key_values=self.cache, **inputs)
-        return head_logits(self.model, out.last_hidden_state[:, -1])  # of 3D it copies the head
-
-    def emit(self, logits: Tensor) -> None:
-        """Samples the token of the present column for each row, from its logits [n, V]."""
-        at = self.place, self.column
+    def emit(self, hidden: Tensor) -> None:
+        """Samples the token of the present column for each row, whose last state is in [n, H]."""
+        at, logits = (self.place, self.column), head_logits(self.model, hidden)
         drawn = sample_tokens(logits, self.u[at], *self.sampling)
         self.ids[at], self.logp[at], self.entropy[at] = drawn
         self.mask.index_fill_(1, self.column, 1)
@@ -545,9 +528,9 @@ class Decoder:
     def step(self) -> None:
         """Reads that token, and samples the next column's."""
         tokens = self.ids[self.place, self.column, None]  # [n, 1]
-        logits = self.read(tokens, self.mask, self.column - self.padding)
+        hidden = hidden_states(self.model, tokens, self.mask, self.cache)
         self.column.add_(1)
-        self.emit(logits)
+        self.emit(hidden[:, -1])
 
     def advance(self) -> None:
         """One step. On a GPU the first on new tensors warms up, the second is captured."""
@@ -560,7 +543,7 @@ class Decoder:
 
     def keep(self, rows: Tensor) -> None:
         """Goes on with these rows alone, in smaller tensors."""
-        self.place, self.padding, self.mask = self.place[rows], self.padding[rows], self.mask[rows]
+        self.place, self.mask = self.place[rows], self.mask[rows]
         self.cache.reorder_cache(rows)
         self.age, self.graph = 0, None
 
@@ -572,11 +555,8 @@ def sample(run: Run, rows: Tensor, prompts: list[list[int]], u: Tensor, greedy=F
     run.policy.eval()
     args, width, u = run.args, max(map(len, prompts)), u.to(run.eos_ids.device)
     how = (0.0 if greedy else args.temperature, args.top_k, args.top_p)
-    with (
-        dense(run.model) if args.rollout_weights == "dense" else contextlib.nullcontext(),
-        run.accelerator.autocast(),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    copy = dense(run.model) if args.rollout_weights == "dense" else contextlib.nullcontext()
+    with copy, run.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
         decoder = Decoder(run.model.get_base_model(), prompts, u, how)
         for t in range(1, u.shape[1]):
             if t % 8 == 0:  # not every time: a look waits for the GPU
@@ -624,11 +604,11 @@ class Policy(nn.Module):
     def forward(self, micro: Batch) -> tuple[Tensor, Tensor]:
         """Log-probs [B, T] of the completions, at the sampling temperature, and the hidden states
         [B, T, H] after the final norm, at the positions whose logits predict them."""
-        base, width = self.model.get_base_model(), micro.prompt_width
-        attention = micro.attention.long()
-        inputs = {"position_ids": (attention.cumsum(1) - 1).clamp(min=0), "use_cache": False}
-        out = base.base_model(input_ids=micro.ids, attention_mask=attention, **inputs)
-        hidden, targets = out.last_hidden_state[:, width - 1 : -1], micro.ids[:, width:]
+        base, ids, attention = self.model.get_base_model(), micro.ids, micro.attention.long()
+        last = micro.prompt_width - 1  # the prompt's last token predicts the first of a completion
+        cache = prompt_cache(self.model, ids[:, :last], attention[:, :last])
+        start, targets = last if cache else 0, ids[:, last + 1 :]
+        hidden = hidden_states(base, ids[:, start:-1], attention[:, :-1], cache)[:, last - start :]
         chunk = max(1, 2**26 // base.get_output_embeddings().weight.shape[0])  # 256 MiB of logits
         chunks = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk))
         loss = [checkpoint(self.cross_entropy, *x, use_reentrant=False) for x in chunks]
@@ -637,6 +617,29 @@ class Policy(nn.Module):
     def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:  # [n, H], [n] -> [n]
         logits = head_logits(self.model.get_base_model(), hidden) / self.temperature  # [n, V]
         return F.cross_entropy(logits, targets, reduction="none")
+
+
+def prompt_cache(model: PeftModel, ids: Tensor, attention: Tensor) -> DynamicCache | None:
+    """Of prompts [B, P], each different one read once for all its samples. None where that cannot
+    be: layers that are checkpointed or compiled, and those that keep a state."""
+    alone = any(m._compiled_call_impl for m in model.modules())
+    alone |= any(m.training and getattr(m, "gradient_checkpointing", 0) for m in model.modules())
+    if alone or not ids.shape[1] or any(DynamicCache(config=model.config).is_linear):
+        return None
+    prompts, copies = torch.where(attention > 0, ids, -1).unique(dim=0, return_inverse=True)
+    cache = DynamicCache()
+    hidden_states(model.get_base_model(), prompts.clamp(min=0), (prompts >= 0).long(), cache)
+    cache.reorder_cache(copies)
+    return cache
+
+
+def hidden_states(base: nn.Module, ids: Tensor, attention: Tensor, cache=None) -> Tensor:
+    """After the final norm [B, N, H], of ids [B, N] or their embeddings [B, N, H]. Attention
+    [B, P + N] is also of what the cache holds, and may end in columns that are still 0."""
+    name = "inputs_embeds" if ids.is_floating_point() else "input_ids"
+    positions = (attention.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    inputs = {"position_ids": positions, "past_key_values": cache, "use_cache": cache is not None}
+    return base.base_model(attention_mask=attention, **inputs, **{name: ids}).last_hidden_state
 
 
 def head_logits(base: nn.Module, hidden: Tensor) -> Tensor:
@@ -733,8 +736,8 @@ def save_checkpoint(run: Run) -> None:
         adapter = {name: p.data for name, p in run.model.named_parameters() if p.requires_grad}
         state = {name: getattr(run, name) for name in ("step", "rollout", "groups")}
         state |= {"adapter": adapter, "optimizer": run.optimizer.state_dict()["state"]}
-        state["schedule"] = run.scheduler.last_epoch
-        state["base"] = run.model.get_input_embeddings().weight[:64, 0].tolist()
+        base = run.model.get_input_embeddings().weight[:64, 0].tolist()
+        state |= {"schedule": run.scheduler.last_epoch, "base": base}
         state["flags"] = asdict(run.args) | {"num_processes": run.accelerator.num_processes}
         try:
             run.model.save_pretrained(partial)  # for PEFT users
@@ -771,9 +774,6 @@ def resume(run: Run) -> None:
         run.model.load_state_dict(state["adapter"], strict=False)
         # Learning rate and weight decay are those of the flags.
         run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": state["optimizer"]})
-        found = run.optimizer.state.items()
-        if any(x[k].shape != p.shape for p, x in found for k in ("exp_avg", "exp_avg_sq")):
-            raise ValueError("its optimiser is another's")
         for _ in range(state["schedule"] - run.scheduler.last_epoch):
             run.scheduler.step()
         run.step, run.rollout = int(state["step"]), int(state["rollout"])

@@ -48,8 +48,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-# On a CPU with AVX512-BF16 its import would ask for a kernel that `load_policy` switches off.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # `load_policy` needs no AVX512 kernel
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +62,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 SCRIPT, CUDA = Path(__file__).resolve(), torch.cuda.is_available()
@@ -213,14 +212,14 @@ def answer_span(tokenizer, ids: list[int]) -> tuple[int, int] | None:
 
 
 class Probes(NamedTuple):
-    """What n completions' scores are computed on, padded on the left: all end in one column."""
+    """What n completions' scores are computed on, padded as their micro-batch."""
 
     rows: tuple[int, ...]  # of the micro-batch
     ids: Tensor  # [n, N] prompt, reasoning, conclude string, answer without its last token
     attention: Tensor  # [n, N] 1 or 0
-    positions: Tensor  # [n, N]
     reasoning: Tensor  # [n, N] bool
-    answers: Tensor  # [n, A] what the last columns predict (-1: nothing); its first for `last`
+    answers: Tensor  # [n, A] their tokens (-1: nothing); the first alone for `last`
+    places: Tensor  # [n, A] the columns that predict them, from the end
 
 
 @contextlib.contextmanager
@@ -243,42 +242,42 @@ def find_probes(run: Run, micro: Batch, rows: list[int]) -> Probes | None:
     conclude = run.tokenizer.encode(run.args.oar_conclude, add_special_tokens=False)
     context = getattr(run.model.config, "max_position_embeddings", None) or sys.maxsize
     for row in rows:
-        prompt = micro.ids[row, :width][micro.attention[row, :width]].tolist()
         completion = micro.ids[row, width:][micro.mask[row]].tolist()
         begin, end = answer_span(run.tokenizer, completion) or (0, 0)
         answer = completion[begin : begin + 1 if run.args.oar_answer_mode == "last" else end]
-        after = conclude + answer[:-1]
-        ids = prompt + completion[:begin] + after
-        if 0 < begin and len(ids) <= context:
-            part = [0] * len(prompt) + [1] * begin + [0] * len(after)
-            found.append((row, ids, [1] * len(ids), range(len(ids)), part, answer))
+        text = completion[:begin] + conclude + answer[:-1]
+        if 0 < begin and int(micro.attention[row, :width].sum()) + len(text) <= context:
+            found.append((row, [begin], text, answer, range(len(text) - len(answer), len(text))))
     if not found:
         return None
-    rows, *columns, answers = zip(*found)
+    rows, *columns = zip(*found)
 
-    def pad(lists, padding: int) -> Tensor:
-        rows = [torch.tensor(values, device=micro.ids.device) for values in lists]
-        return pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left")
+    def pad(lists) -> Tensor:  # -1 where nothing is
+        tensors = [torch.tensor(values, device=micro.ids.device) for values in lists]
+        return pad_sequence(tensors, batch_first=True, padding_value=-1)
 
-    ids, attention, positions, reasoning = (pad(lists, 0) for lists in columns)
-    return Probes(rows, ids, attention, positions, reasoning > 0, pad(answers, -1))
+    begins, texts, answers, places = map(pad, columns)
+    ids = torch.cat((micro.ids[rows, :width], texts.clamp(min=0)), 1)
+    attention = torch.cat((micro.attention[rows, :width], texts >= 0), 1).long()
+    place = torch.arange(ids.shape[1], device=ids.device) - width
+    reasoning = (place >= 0) & (place < begins)
+    return Probes(rows, ids, attention, reasoning, answers, places - texts.shape[1])
 
 
-def answer_logp(run: Run, answers: Tensor, **inputs) -> Tensor:
-    """Log-probs [n, V] of the answers [n, A] in the last columns of a forward with these inputs, or
-    for answer_joint their mean [n, 1] over the answer's tokens. The mean logits are those of the
-    mean state, as the head is linear. Float64: OAR-G differentiates the difference of two."""
+def answer_logp(run: Run, probes: Probes, rows: Tensor, tokens: Tensor, cache=None) -> Tensor:
+    """Log-probs [m, V] of the answers of m rows, by a forward of their last columns [m, M] (or
+    embeddings [m, M, H]); for answer_joint the answers' mean [m, 1]. The mean logits are those of
+    the mean state, as the head is linear. Float64: OAR-G differentiates the difference of two."""
     base, joint = run.model.get_base_model(), run.args.oar_answer_mode == "answer_joint"
-    real, length = answers >= 0, answers.shape[1]
+    hidden = hidden_states(base, tokens, probes.attention[rows], cache)
+    real, every = probes.answers[rows] >= 0, torch.arange(len(tokens))[:, None]
+    hidden = hidden[every, torch.where(real, probes.places[rows], -1)]  # [m, A, H]
     count = real.sum(1, keepdim=True)
-    hidden = base.base_model(**inputs).last_hidden_state[:, -length:]
-    hidden = F.pad(hidden, (0, 0, length - hidden.shape[1], 0))  # others' answers are longer
-    mean = (hidden * real[..., None]).sum(1) / count
-    logits = head_logits(base, hidden if joint else mean)
+    logits = head_logits(base, hidden if joint else (hidden * real[..., None]).sum(1) / count)
     logp = (logits.double() / run.args.temperature).log_softmax(-1)
     if not joint:
         return logp
-    logp = logp.gather(2, answers.clamp(min=0)[..., None]).squeeze(2)  # [n, A]
+    logp = logp.gather(2, probes.answers[rows].clamp(min=0)[..., None]).squeeze(2)  # [m, A]
     return (logp * real).sum(1, keepdim=True) / count
 
 
@@ -288,30 +287,27 @@ def outcome_shift(clean: Tensor, changed: Tensor) -> Tensor:
     return shift.squeeze(1) if clean.shape[1] == 1 else (clean.exp() * shift).sum(1)
 
 
+def cut(cache: DynamicCache, rows: Tensor, columns: int) -> DynamicCache:
+    """What a cache holds of those rows and of the first columns."""
+    past = [(x.keys[rows, :, :columns], x.values[rows, :, :columns]) for x in cache.layers]
+    return DynamicCache(past)
+
+
 def perturbation_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int]:
     """OAR-P [n, N], and the tokens computed. A forward replaces a reasoning token and starts at its
     column: those before it are in the cache of the clean one. Four columns go together."""
-    ids, cache = probes.ids, transformers.DynamicCache()
-    if any(transformers.DynamicCache(config=run.model.config).is_linear):
+    ids, width, cache = probes.ids, micro.prompt_width, DynamicCache()
+    if any(DynamicCache(config=run.model.config).is_linear):
         raise ValueError("oar_p needs a cache that can be cut at a token: use oar_g")
-
-    def ask(rows: Tensor, first: int, tokens: Tensor, cache: transformers.DynamicCache) -> Tensor:
-        inputs = {"input_ids": tokens, "attention_mask": probes.attention[rows]}
-        inputs |= {"position_ids": probes.positions[rows, first:], "past_key_values": cache}
-        return answer_logp(run, probes.answers[rows], use_cache=True, **inputs)
-
-    clean = ask(torch.arange(len(ids)), 0, ids, cache)
+    clean = answer_logp(run, probes, torch.arange(len(ids)), ids, cache)
     scores, computed = torch.zeros(ids.shape, dtype=clean.dtype, device=ids.device), ids.numel()
     most = max(1, run.args.oar_max_tokens_per_micro_batch // ids.shape[1])
-    for first in range(0, ids.shape[1], 4):
+    for first in range(width, width + int(probes.reasoning.sum(1).max()), 4):
         inside = probes.reasoning[:, first : first + 4].nonzero(as_tuple=True)
         for rows, offsets in zip(*(index.split(most) for index in inside)):
-            if not len(rows):  # prompts, or answers of all rows
-                continue
             tokens = ids[rows, first:]  # a copy
             tokens[torch.arange(len(rows)), offsets] = run.tokenizer.pad_token_id
-            past = [(x.keys[rows, :, :first], x.values[rows, :, :first]) for x in cache.layers]
-            changed = ask(rows, first, tokens, transformers.DynamicCache(past))
+            changed = answer_logp(run, probes, rows, tokens, cut(cache, rows, first))
             scores[rows, first + offsets] = outcome_shift(clean[rows], changed).clamp(min=0)
             computed += tokens.numel()
     return scores, computed
@@ -320,22 +316,25 @@ def perturbation_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor,
 def gradient_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int]:
     """OAR-G [n, N], and the tokens computed forward; half as many go backward. The gradient is 0
     without noise. `autograd.grad` writes to no parameter's .grad and runs none of DDP's hooks."""
-    embeds = run.model.get_input_embeddings()(probes.ids)  # [n, N, H]
+    for layer in run.model.modules():  # to checkpoint layers; what is in them drops nothing out
+        layer.training = getattr(layer, "gradient_checkpointing", False)
+    width, every = micro.prompt_width, torch.arange(len(probes.rows))
+    cache = prompt_cache(run.model, probes.ids[:, :width], probes.attention[:, :width])
+    start = width if cache else 0
+    embeds = run.model.get_input_embeddings()(probes.ids[:, start:])  # [n, M, H]
     noise = torch.zeros_like(embeds)  # of the reasoning, a function of the row alone
-    for i, (row, reasoning) in enumerate(zip(probes.rows, probes.reasoning)):
+    for i, (row, reasoning) in enumerate(zip(probes.rows, probes.reasoning[:, start:])):
         place = divmod(int(micro.rows[row]), run.args.num_generations)
         stream = random_stream(run.args.seed, "oar_noise", run.rollout, *place)
         drawn = torch.randn(int(reasoning.sum()), embeds.shape[2], generator=stream)
         noise[i, reasoning] = run.args.oar_noise_std * drawn.to(noise)
-    inputs = {"attention_mask": probes.attention, "position_ids": probes.positions}
-    clean = answer_logp(run, probes.answers, inputs_embeds=embeds, use_cache=False, **inputs)
-    for layer in run.model.modules():  # to checkpoint layers; what is in them drops nothing out
-        layer.training = getattr(layer, "gradient_checkpointing", False)
+    clean = answer_logp(run, probes, every, embeds, cache and cut(cache, every, start))
     with torch.enable_grad():
-        inputs["inputs_embeds"] = noisy = (embeds + noise).requires_grad_()
-        changed = answer_logp(run, probes.answers, use_cache=False, **inputs)
+        noisy = (embeds + noise).requires_grad_()
+        changed = answer_logp(run, probes, every, noisy, cache)
         (gradient,) = torch.autograd.grad(outcome_shift(clean, changed).sum(), noisy)
-    return (gradient * embeds).sum(-1).abs(), 2 * probes.ids.numel()
+    scores = (gradient * embeds).sum(-1).abs()
+    return F.pad(scores, (start, 0)), 2 * scores.numel()
 
 
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
@@ -461,10 +460,7 @@ class Run:
 def train(run: Run, train_set: tuple, held_out: tuple, log: RunLog, bar: tqdm) -> bool:
     """GRPO: collect a rollout, score its tokens, update on it. False if a signal ended it."""
     args = run.args
-
-    def due(every: int) -> bool:  # whether a multiple of it lies in the last rollout
-        return every > 0 and run.step > 0 and run.step % every < args.updates_per_rollout
-
+    due = lambda n: n > 0 and run.step > 0 and run.step % n < args.updates_per_rollout  # noqa: E731
     while True:
         interrupted = sum(gather_object([len(run.signals)])) > 0  # on any process
         if interrupted or run.skipped >= 10 or due(args.save_steps):
@@ -591,9 +587,9 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     run.optimizer.zero_grad()
     run.skipped = 0 if finite else run.skipped + 1
     metrics = {"loss": loss, "grad_norm": float(norm), "learning_rate": learning_rate}
-    metrics |= {"clip_fraction": clipped / max(tokens, 1), "skipped_update": float(not finite)}
-    metrics["sampling_gap"] = gap / max(tokens, 1)  # with dropout, that is most of it
-    return metrics | {"clip_fraction_sequence": cut / max(rows, 1)}
+    metrics |= {"clip_fraction_sequence": cut / max(rows, 1), "skipped_update": float(not finite)}
+    gap, clipped = gap / max(tokens, 1), clipped / max(tokens, 1)
+    return metrics | {"clip_fraction": clipped, "sampling_gap": gap}
 
 
 def training_forward(run: Run, micro: Batch) -> Tensor:
@@ -604,9 +600,7 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
     return run.policy(micro)[0]
 
 
-def policy_loss(
-    args: Args, micro: Batch, logp: Tensor, old_logp: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
+def policy_loss(args: Args, micro: Batch, logp: Tensor, old_logp: Tensor, scale: Tensor) -> tuple:
     """The clipped surrogate (PPO, arXiv 1707.06347) of GRPO (2402.03300), summed with `scale`, and
     which tokens are clipped. All tensors are [B, T]; only logp carries gradients."""
     log_ratio = torch.where(micro.mask, logp - old_logp, 0.0)  # padding must not overflow in exp
@@ -661,9 +655,7 @@ def row_uniforms(args: Args, kind: str, step: int, rows: Tensor, length: int) ->
     return torch.stack([torch.rand(length, generator=stream) for stream in streams])
 
 
-def sample_tokens(
-    logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
+def sample_tokens(logits: Tensor, u: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> list[Tensor]:
     """Tokens [B] by inverse CDF from logits [B, V] and a uniform in [0, 1) a row [B]; their
     log-probs and the entropies [B], before top_k and top_p, as trained. Temperature 0 is greedy."""
     logp = logits.float() / (temperature or 1.0)
@@ -671,7 +663,7 @@ def sample_tokens(
     probs = logp.exp()
     entropy = -(probs * logp).sum(-1)
     if temperature == 0:
-        return logp.argmax(-1), logp.amax(-1), entropy
+        return [logp.argmax(-1), logp.amax(-1), entropy]
     kept = TopKLogitsWarper(top_k)(None, logp) if top_k > 0 else logp
     kept = TopPLogitsWarper(top_p)(None, kept) if top_p < 1 else kept
     cdf = (probs if kept is logp else kept.softmax(-1)).cumsum(-1)
@@ -679,7 +671,7 @@ def sample_tokens(
     # Strictly below the total, or rounding would let u near 1 pick an impossible last token.
     threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     token = torch.searchsorted(cdf, threshold, right=True).clamp(max=size - 1)  # clamp: for NaN
-    return token.squeeze(1), logp.gather(1, token).squeeze(1), entropy
+    return [token.squeeze(1), logp.gather(1, token).squeeze(1), entropy]
 
 
 class Decoder:
@@ -693,30 +685,21 @@ class Decoder:
         self.ids = F.pad(ids, (0, room), value=-1)  # [B, P + T], -1 where no token is
         self.logp, self.entropy = torch.zeros(2, *self.ids.shape, device=device)
         self.u = F.pad(u, (ids.shape[1], 0))
-        # Each different prompt is read once for all its samples.
-        ids, copies = ids.unique(dim=0, return_inverse=True)  # [U, P], [B]
-        real, width = ids >= 0, ids.shape[1]
-        self.cache = transformers.StaticCache(config=model.config, max_cache_len=width + room)
-        for i, sliding in enumerate(self.cache.is_sliding):
-            if sliding:  # its window is in the mask: a graph would not see this layer roll
-                self.cache.layers[i] = StaticLayer(width + room)
-        logits = self.read(ids.clamp(min=0), real.long(), (real.cumsum(1) - 1).clamp(min=0))
+        ids, copies = ids.unique(dim=0, return_inverse=True)  # [U, P], [B]: each is read once
+        self.cache = StaticCache(config=model.config, max_cache_len=self.ids.shape[1])
+        for i in [i for i, sliding in enumerate(self.cache.is_sliding) if sliding]:
+            self.cache.layers[i] = StaticLayer(self.ids.shape[1])  # a graph would see no roll
+        hidden = hidden_states(model, ids.clamp(min=0), (ids >= 0).long(), self.cache)
         self.cache.reorder_cache(copies)
         self.place = torch.arange(len(u), device=device)  # [n] in progress: `keep` makes n less
-        self.padding = (self.ids[:, :width] < 0).sum(1, keepdim=True)  # [n, 1]
         self.mask = (self.ids >= 0).long()  # [n, P + T]
-        self.column = torch.tensor([width], device=device)  # [1] of the next token
+        self.column = torch.tensor(ids.shape[1:], device=device)  # [1] of the next token
         self.age, self.graph = 0, None
-        self.emit(logits[copies])
+        self.emit(hidden[copies, -1])
 
-    def read(self, ids: Tensor, attention: Tensor, positions: Tensor) -> Tensor:  # logits [n, V]
-        inputs = {"attention_mask": attention, "position_ids": positions, "use_cache": True}
-        out = self.model.base_model(input_ids=ids, past_key_values=self.cache, **inputs)
-        return head_logits(self.model, out.last_hidden_state[:, -1])  # of 3D it copies the head
-
-    def emit(self, logits: Tensor) -> None:
-        """Samples the token of the present column for each row, from its logits [n, V]."""
-        at = self.place, self.column
+    def emit(self, hidden: Tensor) -> None:
+        """Samples the token of the present column for each row, whose last state is in [n, H]."""
+        at, logits = (self.place, self.column), head_logits(self.model, hidden)
         drawn = sample_tokens(logits, self.u[at], *self.sampling)
         self.ids[at], self.logp[at], self.entropy[at] = drawn
         self.mask.index_fill_(1, self.column, 1)
@@ -724,9 +707,9 @@ class Decoder:
     def step(self) -> None:
         """Reads that token, and samples the next column's."""
         tokens = self.ids[self.place, self.column, None]  # [n, 1]
-        logits = self.read(tokens, self.mask, self.column - self.padding)
+        hidden = hidden_states(self.model, tokens, self.mask, self.cache)
         self.column.add_(1)
-        self.emit(logits)
+        self.emit(hidden[:, -1])
 
     def advance(self) -> None:
         """One step. On a GPU the first on new tensors warms up, the second is captured."""
@@ -739,7 +722,7 @@ class Decoder:
 
     def keep(self, rows: Tensor) -> None:
         """Goes on with these rows alone, in smaller tensors."""
-        self.place, self.padding, self.mask = self.place[rows], self.padding[rows], self.mask[rows]
+        self.place, self.mask = self.place[rows], self.mask[rows]
         self.cache.reorder_cache(rows)
         self.age, self.graph = 0, None
 
@@ -751,11 +734,8 @@ def sample(run: Run, rows: Tensor, prompts: list[list[int]], u: Tensor, greedy=F
     run.policy.eval()
     args, width, u = run.args, max(map(len, prompts)), u.to(run.eos_ids.device)
     how = (0.0 if greedy else args.temperature, args.top_k, args.top_p)
-    with (
-        dense(run.model) if args.rollout_weights == "dense" else contextlib.nullcontext(),
-        run.accelerator.autocast(),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    copy = dense(run.model) if args.rollout_weights == "dense" else contextlib.nullcontext()
+    with copy, run.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
         decoder = Decoder(run.model.get_base_model(), prompts, u, how)
         for t in range(1, u.shape[1]):
             if t % 8 == 0:  # not every time: a look waits for the GPU
@@ -803,11 +783,11 @@ class Policy(nn.Module):
     def forward(self, micro: Batch) -> tuple[Tensor, Tensor]:
         """Log-probs [B, T] of the completions, at the sampling temperature, and the hidden states
         [B, T, H] after the final norm, at the positions whose logits predict them."""
-        base, width = self.model.get_base_model(), micro.prompt_width
-        attention = micro.attention.long()
-        inputs = {"position_ids": (attention.cumsum(1) - 1).clamp(min=0), "use_cache": False}
-        out = base.base_model(input_ids=micro.ids, attention_mask=attention, **inputs)
-        hidden, targets = out.last_hidden_state[:, width - 1 : -1], micro.ids[:, width:]
+        base, ids, attention = self.model.get_base_model(), micro.ids, micro.attention.long()
+        last = micro.prompt_width - 1  # the prompt's last token predicts the first of a completion
+        cache = prompt_cache(self.model, ids[:, :last], attention[:, :last])
+        start, targets = last if cache else 0, ids[:, last + 1 :]
+        hidden = hidden_states(base, ids[:, start:-1], attention[:, :-1], cache)[:, last - start :]
         chunk = max(1, 2**26 // base.get_output_embeddings().weight.shape[0])  # 256 MiB of logits
         chunks = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk))
         loss = [checkpoint(self.cross_entropy, *x, use_reentrant=False) for x in chunks]
@@ -816,6 +796,29 @@ class Policy(nn.Module):
     def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:  # [n, H], [n] -> [n]
         logits = head_logits(self.model.get_base_model(), hidden) / self.temperature  # [n, V]
         return F.cross_entropy(logits, targets, reduction="none")
+
+
+def prompt_cache(model: PeftModel, ids: Tensor, attention: Tensor) -> DynamicCache | None:
+    """Of prompts [B, P], each different one read once for all its samples. None where that cannot
+    be: layers that are checkpointed or compiled, and those that keep a state."""
+    alone = any(m._compiled_call_impl for m in model.modules())
+    alone |= any(m.training and getattr(m, "gradient_checkpointing", 0) for m in model.modules())
+    if alone or not ids.shape[1] or any(DynamicCache(config=model.config).is_linear):
+        return None
+    prompts, copies = torch.where(attention > 0, ids, -1).unique(dim=0, return_inverse=True)
+    cache = DynamicCache()
+    hidden_states(model.get_base_model(), prompts.clamp(min=0), (prompts >= 0).long(), cache)
+    cache.reorder_cache(copies)
+    return cache
+
+
+def hidden_states(base: nn.Module, ids: Tensor, attention: Tensor, cache=None) -> Tensor:
+    """After the final norm [B, N, H], of ids [B, N] or their embeddings [B, N, H]. Attention
+    [B, P + N] is also of what the cache holds, and may end in columns that are still 0."""
+    name = "inputs_embeds" if ids.is_floating_point() else "input_ids"
+    positions = (attention.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    inputs = {"position_ids": positions, "past_key_values": cache, "use_cache": cache is not None}
+    return base.base_model(attention_mask=attention, **inputs, **{name: ids}).last_hidden_state
 
 
 def head_logits(base: nn.Module, hidden: Tensor) -> Tensor:
@@ -912,8 +915,8 @@ def save_checkpoint(run: Run) -> None:
         adapter = {name: p.data for name, p in run.model.named_parameters() if p.requires_grad}
         state = {name: getattr(run, name) for name in ("step", "rollout", "groups")}
         state |= {"adapter": adapter, "optimizer": run.optimizer.state_dict()["state"]}
-        state["schedule"] = run.scheduler.last_epoch
-        state["base"] = run.model.get_input_embeddings().weight[:64, 0].tolist()
+        base = run.model.get_input_embeddings().weight[:64, 0].tolist()
+        state |= {"schedule": run.scheduler.last_epoch, "base": base}
         state["flags"] = asdict(run.args) | {"num_processes": run.accelerator.num_processes}
         try:
             run.model.save_pretrained(partial)  # for PEFT users
@@ -950,9 +953,6 @@ def resume(run: Run) -> None:
         run.model.load_state_dict(state["adapter"], strict=False)
         # Learning rate and weight decay are those of the flags.
         run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": state["optimizer"]})
-        found = run.optimizer.state.items()
-        if any(x[k].shape != p.shape for p, x in found for k in ("exp_avg", "exp_avg_sq")):
-            raise ValueError("its optimiser is another's")
         for _ in range(state["schedule"] - run.scheduler.last_epoch):
             run.scheduler.step()
         run.step, run.rollout = int(state["step"]), int(state["rollout"])

@@ -112,7 +112,8 @@ def rows_of(tmp_path):
 def random_batch(
     module=trainer, rows: int = 8, prompt: int = 6, length: int = 12, seed: int = 0, vocabulary=400
 ):
-    """Ragged rows of random tokens: left-padded prompts, right-padded completions."""
+    """Ragged rows of random tokens: left-padded prompts, of which two rows each have the same, and
+    right-padded completions."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low, high, *shape):
@@ -121,6 +122,8 @@ def random_batch(
     ids = integers(3, vocabulary, rows, prompt + length)
     prompts, lengths = integers(2, prompt + 1, rows), integers(1, length + 1, rows)
     prompts[0], lengths[0] = prompt, length
+    pairs = slice(0, rows // 2 * 2, 2)
+    ids[1::2, :prompt], prompts[1::2] = ids[pairs, :prompt], prompts[pairs]
     place = torch.arange(prompt + length)
     attention = (place >= prompt - prompts[:, None]) & (place < prompt + lengths[:, None])
     noise = torch.randn(rows, length, generator=generator)

@@ -21,7 +21,7 @@ SIZES = (1, 0.3, 0.1, 0.03, 0.01, 0.003)
 def test_the_policy_that_samples_is_the_one_that_is_trained(make_run, weights):
     """PITFALLS 25: of the change of log-probs by an adapter, small as in the first updates, the
     rollout's policy has all: slope and correlation with that of the training forward. (Merged
-    into bf16 weights, a small one is rounded away.) The decode loop adds rounding and no slope."""
+    into bf16 weights, a small one is rounded away.) The decode loop rounds no more."""
     run = make_run(dtype="bfloat16", rollout_weights=weights)
     blocks = {"dense": trainer.dense, "quantized": lambda _: contextlib.nullcontext()}
     for size in SIZES:
@@ -33,13 +33,13 @@ def test_the_policy_that_samples_is_the_one_that_is_trained(make_run, weights):
                 sampled = run.policy(batch)[0]
             with run.model.disable_adapter():
                 base = run.policy(batch)[0]
-        exact, change, decoded = (
-            (x - base)[batch.mask].double() for x in (trained, sampled, batch.sampled_logp)
-        )
+            with trainer.in_fp32(run) as policy:
+                truth = policy(batch)[0]
+        exact, change = ((x - base)[batch.mask].double() for x in (trained, sampled))
         assert (exact * change).sum() / exact.square().sum() == pytest.approx(1, abs=0.01)
         assert torch.corrcoef(torch.stack([exact, change]))[0, 1] > 0.99
-        assert (exact * decoded).sum() / exact.square().sum() == pytest.approx(1, abs=0.1)
-        assert (exact - decoded).abs().mean() < 2e-3 and exact.abs().max() > 1e-3
+        rounding = ((x - truth)[batch.mask].abs().mean() for x in (trained, batch.sampled_logp))
+        assert next(rounding) * 1.2 > next(rounding) and exact.abs().max() > 1e-3
 
 
 def test_a_rollouts_log_probs_are_near_the_recomputed_ones(make_run):

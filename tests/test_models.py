@@ -106,7 +106,11 @@ REFUSED = {  # family: settings, flags, and a word of the sentence
     "recurrent_gemma": (HEAD | dict(num_hidden_layers=3, lru_width=64), [], "4 bits"),
     # What remains once the user has done what PEFT's sentence asks for: a head with a multiplier
     # that we do not know, and a cached step that is not the whole forward's.
-    "falcon_h1 attention": (HEAD | MAMBA | dict(lm_head_multiplier=0.5), ["q_proj"], "nats off"),
+    "falcon_h1 attention": (
+        HEAD | MAMBA | dict(lm_head_multiplier=0.5),
+        ["q_proj"],
+        "does not run here",
+    ),
     "mamba2 in_proj": (MAMBA2, ["in_proj"], "nats off"),
 }
 
@@ -390,16 +394,22 @@ def test_check_sees_attention_without_what_a_family_adds(save_model, capsys, mon
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:2], ids=["long", "short"])
-@pytest.mark.parametrize("broken", ["mask", "padding"])
+@pytest.mark.parametrize("broken", ["mask", "positions"])
 def test_check_sees_a_wrong_decode_step(save_model, broken, prompt, capsys, monkeypatch):
     """Of the cached steps alone: padding that is attended to, positions that count it."""
     folder, step = save_model("llama"), grpo_arca.Decoder.step
     run = grpo_arca.build_run(arguments(grpo_arca, folder), TOKENIZER)
 
     def wrong(decoder):
-        tensor = getattr(decoder, broken)
-        tensor[:] = tensor.max() if broken == "mask" else 0
+        base, right = decoder.model.base_model, decoder.model.base_model.forward
+        if broken == "mask":
+            decoder.mask[:, : int(decoder.column)] = 1
+        else:
+            base.forward = lambda position_ids, **inputs: right(
+                position_ids=decoder.column.expand_as(position_ids), **inputs
+            )
         step(decoder)
+        base.forward = right
 
     monkeypatch.setattr(grpo_arca.Decoder, "step", wrong)
     sentence = refusal(capsys, lambda: grpo_arca.check_model(run, prompt))

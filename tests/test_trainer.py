@@ -340,7 +340,26 @@ def test_gradient_checkpointing_gives_the_same_gradients(make_run):
         gradients.append([p.grad.clone() for p in run.model.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 10
     for plain, recomputed in zip(*gradients, strict=True):
-        assert torch.allclose(plain, recomputed, atol=1e-6)
+        assert (plain - recomputed).norm() < 1e-5 * plain.norm()
+
+
+def test_each_prompt_is_read_once_for_all_its_samples(make_run):
+    """8 completions of 4 prompts: their prompts but for the last token, then the rest. Not where
+    layers are checkpointed, which take no cache; nor has a prompt of one token such a part."""
+    for checkpointing, training, cut, expected in (
+        (False, True, 0, [(4, 5), (8, 12)]),
+        (True, True, 0, [(8, 17)]),
+        (True, False, 0, [(4, 5), (8, 12)]),
+        (False, True, 5, [(8, 12)]),
+    ):
+        run, batch, shapes = make_run(gradient_checkpointing=checkpointing), random_batch(), []
+        batch.ids, batch.attention = batch.ids[:, cut:], batch.attention[:, cut:]
+        batch.prompt_width -= cut
+        base = run.model.get_base_model().base_model
+        watch = lambda _, args, inputs: shapes.append(tuple(inputs["input_ids"].shape))
+        base.register_forward_pre_hook(watch, with_kwargs=True)
+        run.policy.train(training)(batch)
+        assert shapes == expected
 
 
 # ---------------------------------------------------------------------------------- log-probs
@@ -692,12 +711,13 @@ def test_rows_without_gradient_are_dropped_and_nothing_changes(make_run, loss_ty
     trainer.update(run, [micro])
     assert max(float(g.abs().max()) for g in whole) > 1e-4
     for ours, theirs in zip(found, whole, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-6)
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
 
 
 def test_no_pass_that_nobody_needs(make_run):
     """Forwards of a step, by what asks for them: the update's own, the log-probs before the first
-    of several updates, the base for beta or ARCA, which compares two more."""
+    of several updates, the base for beta or ARCA, which compares two more. Each reads the prompts,
+    then the completions."""
     for credit, beta, iterations, passes in (
         ("uniform", 0, 1, 1), ("surprisal", 0, 1, 1), ("entropy_reduction", 0, 1, 1),
         ("probability", 0, 1, 1), ("arca", 0, 1, 3),
@@ -709,7 +729,7 @@ def test_no_pass_that_nobody_needs(make_run):
         run.model.get_base_model().model.register_forward_hook(lambda *_, c=calls: c.append(1))
         trainer.score(run, [batch], {})
         trainer.update(run, [batch])
-        assert len(calls) == passes, (credit, beta, iterations)
+        assert len(calls) == 2 * passes, (credit, beta, iterations)
 
 
 def test_the_first_update_is_at_a_share_of_the_peak_and_the_last_above_0(make_run):
