@@ -20,8 +20,8 @@ for (--regimes "one update, constant rate"), with a learning rate that does not 
               problems, 4 samples each, every 10 rollouts
 
 With `--smollm2` it is SmolLM2-135M on sums (smollm2.py): 20 rollouts of 32 completions of 4
-problems, one update each, 36 held-out problems, 8 samples each, and no oracle; three seeds, all at
-one learning rate. Flags after `--` go to the scripts: `-- --dtype bfloat16`
+problems, one update each, 36 held-out problems, 8 samples each, and no oracle; a sweep of 10
+rollouts on seed 101, then three seeds. Flags after `--` go to the scripts: `-- --dtype bfloat16`
 where the CPU has it.
 
 Data order and uniforms of a seed are the same for every method, so runs are paired by seed. Figures
@@ -47,7 +47,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs/learning_curves"
 ROLLOUTS, COMPLETIONS, EVERY, HELD_OUT = 40, 16, 10, 100
-SWEEP_SEEDS, SEEDS, FEWER = (101, 102), tuple(range(1, 9)), tuple(range(1, 4))
+SWEEP_ROLLOUTS, SWEEP_SEEDS = ROLLOUTS, (101, 102)
+SEEDS, FEWER = tuple(range(1, 9)), tuple(range(1, 4))
 CONSTANT = "one update, constant rate"  # else the learning rate falls to 0 by a cosine
 REGIMES = {"one update": 1, CONSTANT: 1, "four updates": 4}  # a rollout, of COMPLETIONS / updates
 RATES = {
@@ -134,7 +135,8 @@ def on_smollm2(folder: Path) -> None:
     }  # fmt: skip
     settings = {"METHODS": methods, "CONTROL": (UNIFORM,), "REGIMES": {"SmolLM2": 1}}
     settings |= {"FOLDER": ROOT / "runs/learning_curves_smollm2"}
-    settings |= {"RATES": {"SmolLM2": ("4e-4",)}, "ROLLOUTS": 20, "EVERY": 5}
+    settings |= {"RATES": {"SmolLM2": ("2e-4", "4e-4", "8e-4")}, "ROLLOUTS": 20, "EVERY": 5}
+    settings |= {"SWEEP_ROLLOUTS": 10, "SWEEP_SEEDS": (101,)}
     settings |= {"COMPLETIONS": 32, "HELD_OUT": 36, "SHOWN": (-0.3, 0.3)}
     globals().update(settings, TASK=[f"--{name}={value}" for name, value in task.items()])
 
@@ -157,7 +159,8 @@ class Run(NamedTuple):
         flags = {
             "learning_rate": self.rate, "seed": self.seed, "output_dir": self.folder,
             "per_device_train_batch_size": COMPLETIONS // updates, "steps_per_generation": updates,
-            "gradient_accumulation_steps": 1, "max_steps": ROLLOUTS * updates,
+            "gradient_accumulation_steps": 1,
+            "max_steps": (ROLLOUTS if self.held_out else SWEEP_ROLLOUTS) * updates,
             "eval_steps": EVERY * updates if self.held_out else 0,
             "max_eval_samples": HELD_OUT if self.held_out else 1, "warmup_steps": 3 * updates,
             "resume_from_checkpoint": "latest",
