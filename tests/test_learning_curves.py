@@ -27,6 +27,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(study, "HELD_OUT", 4)
     monkeypatch.setattr(study, "RATES", dict.fromkeys(study.REGIMES, ("0.002", "0.004")))
     monkeypatch.setattr(study, "ROLLOUTS", 2)
+    monkeypatch.setattr(study, "SWEEP_ROLLOUTS", 2)
     monkeypatch.setattr(study, "EVERY", 1)
     monkeypatch.setattr(study, "FOLDER", tmp_path)
 
@@ -79,15 +80,17 @@ def test_a_published_table_is_the_one_of_its_published_curves(name):
 def test_the_study_of_the_language_model_has_its_own_task_and_flags(monkeypatch, tmp_path, capsys):
     for name in ("METHODS", "CONTROL", "REGIMES", "FOLDER", "RATES", "ROLLOUTS"):
         monkeypatch.setattr(study, name, getattr(study, name))  # so that they come back
-    for name in ("EVERY", "COMPLETIONS", "HELD_OUT", "SHOWN", "TASK", "MORE"):
+    names = ("EVERY", "COMPLETIONS", "HELD_OUT", "SHOWN", "TASK", "MORE")
+    for name in (*names, "SWEEP_ROLLOUTS", "SWEEP_SEEDS"):
         monkeypatch.setattr(study, name, getattr(study, name))
-    words = ["--smollm2", str(tmp_path), "--list", "--stage", "curves", "--", "--dtype", "bfloat16"]
+    words = ["--smollm2", str(tmp_path), "--list", "--stage", "sweep", "--", "--dtype", "bfloat16"]
     monkeypatch.setattr(sys, "argv", ["learning_curves.py", *words])
     study.main()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 * 3 + 1 and "SmolLM2-s_trace-4e-4-1-curve" in lines[3]  # oar_p: once
-    run = study.Run("SmolLM2", "right alone", "4e-4", 1, True)
-    command = run.command()
+    assert len(lines) == 5 * 3 and "SmolLM2-arca-2e-4-101" in lines[3]  # oar_p takes oar_g's
+    command = study.Run("SmolLM2", "right alone", "4e-4", 101, False).command()
+    assert "--max_steps=10" in command
+    command = study.Run("SmolLM2", "right alone", "4e-4", 1, True).command()
     assert f"--dataset_name={tmp_path}/sums.jsonl" in command and command[-1] == "bfloat16"
     args = importlib.import_module("grpo_arca").parse_args(command[2:])
     assert (args.negative_weight, args.max_steps, args.per_device_train_batch_size) == (0, 20, 32)
