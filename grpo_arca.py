@@ -114,7 +114,7 @@ class Args:
     gradient_accumulation_steps: int = flag(4, "micro-batches per update")
     steps_per_generation: int | None = flag(None, "per rollout; default one update", "(0, inf)")
     num_iterations: int = flag(1, "times each rollout is trained on (mu)")
-    gradient_checkpointing: bool = flag((False, True), "recompute activations: less memory")
+    gradient_checkpointing: bool = flag((False, True), "recompute: less memory, no shared prompts")
     torch_compile: bool = flag(False, "compile decoder layers: minutes of warm-up, faster training")
     # objective
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag("grpo", "per completion | batch | max len")
