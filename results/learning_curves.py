@@ -21,8 +21,9 @@ for (--regimes "one update, constant rate"), with a learning rate that does not 
 
 With `--smollm2` it is SmolLM2-135M on sums (smollm2.py): 20 rollouts of 32 completions of 4
 problems, one update each, 36 held-out problems, 8 samples each, and no oracle; a sweep of 10
-rollouts on seed 101, then three seeds. Flags after `--` go to the scripts: `-- --dtype bfloat16`
-where the CPU has it.
+rollouts on seed 101, then four seeds. Flags after `--` go to the scripts: `-- --dtype bfloat16`
+where the CPU has it. `--go_on` takes the runs of the tables at --output for done, so that methods
+and seeds can be added to a published study; costs are then of the runs whose folders are there.
 
 Data order and uniforms of a seed are the same for every method, so runs are paired by seed. Figures
 are the area under the held-out curve (its mean) and its end, as differences to uniform with 95%
@@ -117,17 +118,16 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 
 def on_smollm2(folder: Path) -> None:
     """The study's settings, with the language model and the task of smollm2.py in their place."""
-    seeds, here = (1, 2, 3), {"regimes": ("SmolLM2",)}
-    methods = {
-        UNIFORM: Method("grpo_arca.py", "--credit uniform", seeds, **here),
-        "arca": Method("grpo_arca.py", "--credit arca", seeds, **here),
-        "oar_g": Method("grpo_oar.py", "--credit oar_g", seeds, **here),
-        "s_trace": Method("grpo_strace.py", "--credit s_trace", seeds, **here),
-        "right alone": Method(
-            "grpo_arca.py", "--credit uniform --negative_weight 0", seeds, **here
-        ),
-        "oar_p": Method("grpo_oar.py", "--credit oar_p", (1,), **here, rate_of="oar_g"),
-    }
+    names = [UNIFORM, "arca", "oar_g", "s_trace", "right alone", "right alone, by probability"]
+    names += ["s_trace at GRPO's rate", "oar_p"]
+    methods = {name: METHODS[name]._replace(seeds=(1, 2, 3, 4)) for name in names}
+    methods["oar_p"] = methods["oar_p"]._replace(seeds=(1,), rate_of="oar_g")  # ten minutes a run
+    for name, flags in {
+        "negative_weight 0.25": "--credit uniform --negative_weight 0.25",
+        "arca, right alone": "--credit arca --negative_weight 0",
+    }.items():
+        methods[name] = Method("grpo_arca.py", flags, (1, 2, 3, 4))
+    methods = {name: x._replace(regimes=("SmolLM2",)) for name, x in methods.items()}
     task = {
         "model_name_or_path": folder, "dataset_name": folder / "sums.jsonl",
         "max_completion_length": 32, "gradient_checkpointing": False, "num_generations_eval": 8,
@@ -171,9 +171,15 @@ class Run(NamedTuple):
         return [sys.executable, str(ROOT / method.script), *TASK, *words]
 
     def done(self) -> bool:
-        return (self.folder / "summary.json").exists()
+        return (self.folder / "summary.json").exists() or self in STORED
 
     def rows(self) -> list[dict]:
+        """Of a run that only the tables know, its evaluations."""
+        if not self.folder.exists():
+            row = STORED[self]
+            last = {key: row[key] for key in ("greedy_accuracy", "pass@4")}
+            curve = [{"sampled_accuracy": float(x)} for x in row["accuracies"].split()]
+            return [{"eval": point | last} for point in curve]
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
 
     def train(self) -> bool:
@@ -186,11 +192,24 @@ class Run(NamedTuple):
         return self.done()
 
 
+STORED: dict[Run, dict] = {}  # with --go_on: the tables' columns of a run
+
+
+def go_on(table: Path) -> None:
+    """Takes the runs of a table and of the one beside it, a line a run, for done."""
+    with open(table) as methods, open(table.with_name(f"{table.stem}_runs.csv")) as runs:
+        rows = {(row["regime"], row["method"]): row for row in csv.DictReader(methods)}
+        for row in csv.DictReader(runs):
+            method = rows[row["regime"], row["method"]]
+            run = Run(row["regime"], row["method"], method["rate"], int(row["seed"]), True)
+            STORED[run] = method | row
+
+
 # ---- Which runs ----------------------------------------------------------------------------------
 def sweep(regime: str, method: str) -> list[Run]:
     name = METHODS[method].rate_of or method
-    if len(RATES[regime]) == 1:  # nothing to choose
-        return []
+    if len(RATES[regime]) == 1 or any(run[:2] == (regime, name) for run in STORED):
+        return []  # nothing to choose
     return [Run(regime, name, rate, seed, False) for rate in RATES[regime] for seed in SWEEP_SEEDS]
 
 
@@ -198,6 +217,10 @@ def best_rate(regime: str, method: str) -> str | None:
     """The learning rate with the highest mean reward in training; None before the sweep is done."""
     if len(RATES[regime]) == 1:
         return RATES[regime][0]
+    name = METHODS[method].rate_of or method
+    for run in STORED:
+        if run[:2] == (regime, name):
+            return run.rate
     runs = sweep(regime, method)
     if not all(run.done() for run in runs):
         return None
@@ -276,6 +299,25 @@ def passed_tokens(run: Run) -> tuple[float, float]:
     return sampled, (4 + base) * sampled + 1.5 * probes
 
 
+def costs(runs: list[Run]) -> dict[str, float]:
+    """Columns of the table: tokens of a run, and of its steps seconds, peak memory and gradient."""
+    here = [run for run in runs if run.folder.exists()]
+    if not here:
+        row, tokens = STORED[runs[0]], ("tokens_sampled", "tokens_passed")
+        floats = ("seconds_a_step", "peak_gb", "grad_norm", "clipped")
+        return {k: int(row[k]) for k in tokens} | {k: float(row[k]) for k in floats}
+    sampled, passed = np.mean([passed_tokens(run) for run in here], 0)
+    steps = [row for run in here for row in run.rows() if "reward" in row]
+    times = [sum(x for key, x in row.items() if key[:7] == "seconds") for row in steps]
+    norms = np.array([row["grad_norm"] for row in steps])
+    return {
+        "tokens_sampled": int(sampled), "tokens_passed": int(passed),
+        "seconds_a_step": np.mean(times),
+        "peak_gb": max(row.get("peak_memory_gb", 0) for row in steps),
+        "grad_norm": np.median(norms), "clipped": np.mean(norms > 1),
+    }  # fmt: skip
+
+
 def interval(values: np.ndarray) -> tuple[float, float]:
     """95% t-interval of a mean; infinite of one value."""
     if len(values) < 2:
@@ -306,14 +348,7 @@ def tabulate(regimes: list[str]) -> tuple[list[dict], dict]:
             if regime in method.regimes and runs:
                 found[regime, name] = {run.seed: held_out_curve(run) for run in runs}
                 rows.append({"regime": regime, "method": name, "rate": runs[0].rate})
-                tokens = np.mean([passed_tokens(run) for run in runs], 0)
-                rows[-1] |= {"tokens_sampled": int(tokens[0]), "tokens_passed": int(tokens[1])}
-                steps = [row for run in runs for row in run.rows() if "reward" in row]
-                times = [sum(x for k, x in row.items() if k[:7] == "seconds") for row in steps]
-                rows[-1] |= {"seconds_a_step": np.mean(times)}
-                rows[-1] |= {"peak_gb": max(row.get("peak_memory_gb", 0) for row in steps)}
-                norms = [row["grad_norm"] for row in steps]
-                rows[-1] |= {"grad_norm": np.median(norms), "clipped": np.mean(np.array(norms) > 1)}
+                rows[-1] |= costs(runs)
     for row in rows:
         own, uniform = (found.get((row["regime"], x), {}) for x in (row["method"], UNIFORM))
         seeds = sorted(own.keys() & uniform.keys())
@@ -415,12 +450,15 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="train nothing more")
     name = "learning_curves" + "_smollm2" * bool(model)
     parser.add_argument("--output", type=Path, default=ROOT / "results/data" / name)
+    parser.add_argument("--go_on", action="store_true", help="runs of the tables there are done")
     parser.add_argument("--once", type=Path, help="folder for one run of each kind again")
     args = parser.parse_args(words)
     if args.rate:
         RATES.update(dict.fromkeys(RATES, (args.rate,)))
     if args.seeds:
         METHODS.update({m: x._replace(seeds=tuple(args.seeds)) for m, x in METHODS.items()})
+    if args.go_on:
+        go_on(args.output.with_suffix(".csv"))
     regimes = args.regimes or [regime for regime in REGIMES if regime != CONSTANT]
     if args.once:
         return once(regimes, args.once, args.processes)

@@ -81,19 +81,31 @@ def test_the_study_of_the_language_model_has_its_own_task_and_flags(monkeypatch,
     for name in ("METHODS", "CONTROL", "REGIMES", "FOLDER", "RATES", "ROLLOUTS"):
         monkeypatch.setattr(study, name, getattr(study, name))  # so that they come back
     names = ("EVERY", "COMPLETIONS", "HELD_OUT", "SHOWN", "TASK", "MORE")
-    for name in (*names, "SWEEP_ROLLOUTS", "SWEEP_SEEDS"):
-        monkeypatch.setattr(study, name, getattr(study, name))
+    for name in (*names, "SWEEP_ROLLOUTS", "SWEEP_SEEDS", "STORED"):
+        monkeypatch.setattr(study, name, type(getattr(study, name))(getattr(study, name)))
     words = ["--smollm2", str(tmp_path), "--list", "--stage", "sweep", "--", "--dtype", "bfloat16"]
     monkeypatch.setattr(sys, "argv", ["learning_curves.py", *words])
     study.main()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 * 3 and "SmolLM2-arca-2e-4-101" in lines[3]  # oar_p takes oar_g's
+    assert len(lines) == 8 * 3 and "SmolLM2-arca-2e-4-101" in lines[3]  # oar_p takes oar_g's
     command = study.Run("SmolLM2", "right alone", "4e-4", 101, False).command()
     assert "--max_steps=10" in command
     command = study.Run("SmolLM2", "right alone", "4e-4", 1, True).command()
     assert f"--dataset_name={tmp_path}/sums.jsonl" in command and command[-1] == "bfloat16"
     args = importlib.import_module("grpo_arca").parse_args(command[2:])
     assert (args.negative_weight, args.max_steps, args.per_device_train_batch_size) == (0, 20, 32)
+
+    # The published runs need not be run again, and give the published table again.
+    monkeypatch.setattr(sys, "argv", ["learning_curves.py", "--go_on", *words])
+    study.main()
+    table = list(csv.DictReader((DATA / "learning_curves_smollm2.csv").open()))
+    assert study.plan("sweep", ["SmolLM2"], [row["method"] for row in table]) == []
+    rows = {row["method"]: row for row in study.tabulate(["SmolLM2"])[0]}
+    assert len(rows) == len(table) >= 5
+    for row in table:
+        for key, shown in row.items():
+            value = rows[row["method"]][key]
+            assert shown == (f"{value:.4g}" if isinstance(value, float) else str(value)), key
 
 
 def test_the_sweep_chooses_by_training_reward_and_the_table_is_paired(small):

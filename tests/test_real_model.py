@@ -108,11 +108,16 @@ def test_the_answers_spans_are_what_the_tokens_say(rollouts):
     assert found >= 4
 
 
+def length(completions, **columns) -> list[int]:
+    """A reward for the next test: of its few completions not one may be right, all differ."""
+    return [len(message["content"]) for [message] in completions]
+
+
 @pytest.mark.parametrize(("module", "credit"), METHODS, ids=lambda x: getattr(x, "__name__", x))
 def test_every_method_makes_two_updates(smollm2, tmp_path, monkeypatch, module, credit):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "use_every_core", lambda: None)
-    argv = flags_of(smollm2, credit=credit, dtype="bfloat16")
+    argv = flags_of(smollm2, credit=credit, dtype="bfloat16", reward_funcs=f"{__name__}.length")
     AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
     monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *argv])
     module.main()
