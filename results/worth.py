@@ -16,6 +16,11 @@ with 95% intervals over batches:
     bias    cosine of the mean gradient with plain GRPO's, which is the policy gradient; 1 is none
     aligned worth * bias^2: of the worth, what points along the policy gradient
 
+It also says what share of the reward the policy earns, the entropy of its tokens, and how much
+longer, squared, the gradient of a completion below its group's mean is than that of one above. The
+baseline of the least variance weighs rewards by those squares: the longer the gradients of wrong
+completions are, the more is gained by leaving them out (--negative_weight 0).
+
 `half of the groups` is plain GRPO that leaves out every other group, and is worth 1/2: where that
 does not lie in its interval, as may happen, the others need more batches, too. A method may be
 worth more at one policy than at another: measure at two.
@@ -110,13 +115,32 @@ def gradient(run, module, micros: list, completions: int) -> Tensor:
     return total
 
 
+def squares(run, rollout) -> Tensor:
+    """[2, 2]: completions below their group's mean, and those above it; how many there are, and the
+    sum of the squared lengths of their own gradients, whatever their advantage."""
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    found, one_row = torch.zeros(2, 2), replace(run.args, per_device_train_batch_size=1)
+    for part in trainer.micro_batches(one_row, replace(rollout)):
+        for row in part:
+            if row.loss_mask.any():  # one without an advantage may stand for none at all
+                scale = trainer.token_scale(run.args, row.loss_mask, 1, row.update_tokens)
+                total = (trainer.training_forward(run, row) * scale).sum()
+                parts = torch.autograd.grad(total, trained)
+                length = sum(part.float().square().sum() for part in parts).item()
+                found[int(row.advantages > 0)] += torch.tensor([1.0, length])
+    return found
+
+
 def measure(job: tuple) -> str:
     """The gradients of one batch under the methods that its file lacks."""
     path, batch, methods, flags, adapter, coordinates = job
     found, (run, data) = load(path), prepare(flags, adapter)
     run.rollout = batch
     rollout, _ = trainer.collect(run, data, {})
-    found["reward"] = rollout.rewards.mean().cpu()
+    if "squares" not in found:
+        found["reward"] = rollout.rewards.mean().cpu()
+        found["entropy"] = rollout.entropy[rollout.mask].mean().cpu()
+        found["squares"] = squares(run, rollout)
     for key, method in methods.items():
         if key in found:
             continue
@@ -167,10 +191,33 @@ def check(methods: dict[str, str], flags: tuple[str, ...]) -> None:
         fail(f"a batch of {groups} groups has no half: make the number of groups even")
 
 
+def of_the_policy(found: list[dict]) -> dict[str, float]:
+    """Columns that no method changes: reward, entropy, and how much longer (squared) a gradient is
+    below the mean of its group than above it, with a 95% bootstrap over batches."""
+    counts = torch.stack([f["squares"] for f in found]).double()  # [N, below or above, 2]
+    drawn = torch.randint(
+        len(found), (2000, len(found)), generator=torch.Generator().manual_seed(0)
+    )
+    both = torch.cat([counts.sum(0)[None], counts[drawn].sum(1)])  # the first is the figure itself
+    lengths = both[..., 1] / both[..., 0]
+    ratios = lengths[:, 0] / lengths[:, 1]
+    ends = ratios[1:].nanquantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    columns = {key: float(sum(f[key] for f in found)) / len(found) for key in ("reward", "entropy")}
+    names = ("below_over_above", "below_over_above_low", "below_over_above_high")
+    return columns | dict(zip(names, [ratios[0].item(), *ends]))
+
+
 def report(rows: list[dict], batches: int) -> str:
-    """A line a method, and how many batches would tell its worth to a fifth."""
-    wide = max(len(row["method"]) for row in rows)
-    lines = [" " * wide + "".join(f"{key:>22s}" for key in KEYS)]
+    """What is asked for of the policy, a line a method, and how many batches would tell its worth
+    to a fifth."""
+    wide, here = max(len(row["method"]) for row in rows), rows[0]
+    ratio = [f"{here['below_over_above' + end]:.1f}" for end in ("", "_low", "_high")]
+    lines = [
+        f"{batches} batches, {here['reward']:.1%} of the reward, {here['entropy']:.2f} nats a token"
+    ]
+    lines += ["squared gradient of a completion below its group's mean over that of one above: "]
+    lines[-1] += f"{ratio[0]} ({ratio[1]} - {ratio[2]})"
+    lines += [" " * wide + "".join(f"{key:>22s}" for key in KEYS)]
     for row in rows:
         shown = []
         for key in KEYS:
@@ -213,7 +260,8 @@ def main() -> None:
     name = hashlib.blake2b(f"{flags} {policy} {options.coordinates}".encode(), digest_size=8)
     paths = [options.folder / name.hexdigest() / f"{batch}.pt" for batch in range(batches)]
     rest = (methods, flags, options.adapter, options.coordinates)
-    jobs = [(p, i, *rest) for i, p in enumerate(paths) if not methods.keys() <= load(p).keys()]
+    needed = methods.keys() | {"squares"}
+    jobs = [(p, i, *rest) for i, p in enumerate(paths) if not needed <= load(p).keys()]
     try:
         run_all(partial(in_a_process, measure), jobs, options.processes)
     except (DataError, RewardError, OSError, ValueError, RuntimeError) as error:
@@ -222,8 +270,7 @@ def main() -> None:
     stacked = {m: torch.stack([f[k] for f in found]).double().numpy() for k, m in methods.items()}
     if not stacked[UNIFORM].any():
         fail("every group of every batch has equal rewards: take easier or harder problems")
-    rows = figures(stacked)
-    print(f"{batches} batches, {sum(f['reward'] for f in found) / batches:.1%} of the reward")
+    rows = [row | of_the_policy(found) for row in figures(stacked)]
     print(report(rows, batches))
     if options.output:
         write_table(rows, options.output)
