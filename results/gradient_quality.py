@@ -27,7 +27,8 @@ are 95% percentile bootstraps over batches, the same draws for a method and for 
 Policies are from moments of one run with uniform credit on chains of 3 or 4 operations, and from
 the long policy on 6 and 8 (all made here if missing). Oracles know the task (step_values.py): the
 advantage of each step, on the digits that state it or on all its tokens; GRPO's advantage on the
-first wrong token alone where there is one, else on all results' digits; and on those digits always.
+first wrong token alone where there is one, else on all results' digits; on those digits always; and
+a step's value over the baseline of least variance in place of the mean, which is the best of them.
 `other samples` is uniform credit on other problems and samples, the null test: its worth must be 1.
 Gradients are kept in runs/gradient_quality/, 7 MB a batch; the table is gradient_quality.csv and
 the picture gradient_quality.png of results/data/.
@@ -120,6 +121,7 @@ METHODS = {
 }
 ORACLES = (
     "oracle: step values", "oracle: on whole steps", "oracle: first wrong token", "oracle: digits",
+    "oracle: least variance",
 )  # fmt: skip
 UNIFORM, NULL = "uniform (GRPO)", "other samples"
 EVERYTHING = {*METHODS, *ORACLES, NULL, "reward"}  # of a batch
@@ -166,9 +168,9 @@ def oracle_credits(
     values = step_values(run, data, solutions, problem_of, continuations)
     made = {name: [replace(micro) for micro in micros] for name in ORACLES}
     for place, micro in enumerate(micros):
-        for name, whole in ((ORACLES[0], False), (ORACLES[1], True)):
-            copy = made[name][place]
-            copy.credit = step_advantages(solutions, values, micro, size, whole)
+        for k, how in ((0, (False,)), (1, (True,)), (4, (False, True))):
+            copy = made[ORACLES[k]][place]
+            copy.credit = step_advantages(solutions, values, micro, size, *how)
             copy.advantages = torch.ones_like(micro.advantages)  # the credit has the sign
         first, digits = torch.zeros(2, *micro.mask.shape)
         for i, row in enumerate(micro.rows.tolist()):

@@ -120,10 +120,16 @@ def group_scale(rate: float, size: int) -> float:
 
 
 def step_advantages(
-    solutions: dict[int, Solution], values: dict[int, list[float]], micro, size: int, whole: bool
-) -> Tensor:
+    solutions: dict[int, Solution], values: dict[int, list[float]], micro, size: int, whole: bool,
+    least_variance: bool = False,
+) -> Tensor:  # fmt: skip
     """Signed advantages [B, T]: V_{c+1} - V_c for claim c, -V_c where it is wrong, on the tokens
-    that state it or (`whole`) on all of its step, else 0; times what GRPO would scale them by."""
+    that state it or (`whole`) on all of its step, else 0; times what GRPO would scale them by.
+
+    `least_variance` takes another baseline than V_c. If the claim is one choice, right with chance
+    h, the softmax's gradient is as long as 1 - h where it is right and as h where it is wrong, and
+    the baseline E[Q |g|^2] / E[|g|^2] is V_{c+1} (1 - h) = V_{c+1} - V_c.
+    """
     advantages = torch.zeros(micro.mask.shape)
     for i, row in enumerate(micro.rows.tolist()):
         solution, value = solutions[row], values[row // size]
@@ -131,5 +137,6 @@ def step_advantages(
         spans = solution.steps if whole else solution.results
         for claim, tokens in enumerate(spans):
             after = value[claim + 1] if claim < solution.right else 0.0
-            advantages[i, tokens.start : tokens.stop] = scale * (after - value[claim])
+            baseline = value[claim + 1] - value[claim] if least_variance else value[claim]
+            advantages[i, tokens.start : tokens.stop] = scale * (after - baseline)
     return advantages * micro.mask

@@ -156,6 +156,24 @@ def test_advantages_by_hand(make_run):
         assert found[solution.results[1].start] == pytest.approx(scale * -0.8)
         assert (found != 0).sum() == (solution.steps[1].stop if whole else 3)
         assert found[solution.results[1].stop :].eq(0).all()  # nothing after the first error
+    found = step_values.step_advantages({3: solution}, values, micro, 4, False, True)[0]
+    assert found[solution.results[0].start] == pytest.approx(scale * (0.8 - (0.8 - 0.5)))
+    assert found[solution.results[1].start] == pytest.approx(scale * -(0.9 - 0.8))
+
+
+@pytest.mark.parametrize("h, after", [(0.3, 0.5), (0.9, 1.0), (0.5, 0.2)])
+def test_the_baseline_of_least_variance_is_that_of_a_choice_of_two(h, after):
+    """Against the variance of the gradient by the two logits, over a grid of baselines."""
+    chances, gains = torch.tensor([h, 1 - h]), torch.tensor([after, 0.0])
+    gradients = torch.eye(2) - chances  # of log pi(a) by the logits, [action, logit]
+
+    def variance(baseline: float) -> float:
+        each = (gains - baseline)[:, None] * gradients
+        mean = (chances[:, None] * each).sum(0)
+        return float((chances[:, None] * (each - mean) ** 2).sum())
+
+    grid = torch.linspace(-1, 1, 2001).tolist()
+    assert min(grid, key=variance) == pytest.approx(after - h * after, abs=2e-3)  # V' - V
 
 
 @pytest.mark.slow
