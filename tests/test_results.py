@@ -310,7 +310,7 @@ def measured_intervals() -> list[tuple[float, float, float]]:
 def test_an_interval_in_a_readme_is_one_of_the_data(name):
     """Or one of tests/bench.py's times, which have no file but stand in one section, for both."""
     text, of_results = (RESULTS.parents[0] / name).read_text(), (RESULTS / "README.md").read_text()
-    begin, end = of_results.index("## What a step costs"), of_results.index("## bf16")
+    begin, end = of_results.index("## What a step costs"), of_results.index("## On a GPU")
     times = [x[0].replace("*", "") for x in INTERVAL.finditer(of_results[begin:end])]
     measured, checked = measured_intervals(), 0
     for match in INTERVAL.finditer(text):
