@@ -80,6 +80,8 @@ def run_main(monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.metrics, "write_curves", lambda *_: None)
     monkeypatch.setattr(trainer, "load_data", load_data_once)
+    # Else torch would keep its threads for every later test, and they would wait for each other.
+    monkeypatch.setattr(trainer, "use_every_core", lambda: None)
 
     def start(**flags) -> tuple[int, str, str]:
         flags = TINY_RUN | {"output_dir": "out"} | flags
