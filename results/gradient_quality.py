@@ -28,7 +28,7 @@ Policies are from moments of one run with uniform credit on chains of 3 or 4 ope
 the long policy on 6 and 8 (all made here if missing). Oracles know the task (step_values.py): the
 advantage of each step, on the digits that state it or on all its tokens; GRPO's advantage on the
 first wrong token alone where there is one, else on all results' digits; on those digits always; and
-a step's value over the baseline of least variance in place of the mean, which is the best of them.
+a step's value over the baseline of least variance, in place of the mean.
 `other samples` is uniform credit on other problems and samples, the null test: its worth must be 1.
 Gradients are kept in runs/gradient_quality/, 7 MB a batch; the table is gradient_quality.csv and
 the picture gradient_quality.png of results/data/.

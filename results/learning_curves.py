@@ -175,7 +175,7 @@ class Run(NamedTuple):
 
     def rows(self) -> list[dict]:
         """Of a run that only the tables know, its evaluations."""
-        if not self.folder.exists():
+        if self in STORED and not (self.folder / "summary.json").exists():
             row = STORED[self]
             last = {key: row[key] for key in ("greedy_accuracy", "pass@4")}
             curve = [{"sampled_accuracy": float(x)} for x in row["accuracies"].split()]
@@ -206,10 +206,15 @@ def go_on(table: Path) -> None:
 
 
 # ---- Which runs ----------------------------------------------------------------------------------
-def sweep(regime: str, method: str) -> list[Run]:
+def stored_rate(regime: str, method: str) -> str | None:
     name = METHODS[method].rate_of or method
-    if len(RATES[regime]) == 1 or any(run[:2] == (regime, name) for run in STORED):
+    return next((run.rate for run in STORED if run[:2] == (regime, name)), None)
+
+
+def sweep(regime: str, method: str) -> list[Run]:
+    if len(RATES[regime]) == 1 or stored_rate(regime, method):
         return []  # nothing to choose
+    name = METHODS[method].rate_of or method
     return [Run(regime, name, rate, seed, False) for rate in RATES[regime] for seed in SWEEP_SEEDS]
 
 
@@ -217,10 +222,8 @@ def best_rate(regime: str, method: str) -> str | None:
     """The learning rate with the highest mean reward in training; None before the sweep is done."""
     if len(RATES[regime]) == 1:
         return RATES[regime][0]
-    name = METHODS[method].rate_of or method
-    for run in STORED:
-        if run[:2] == (regime, name):
-            return run.rate
+    if stored := stored_rate(regime, method):
+        return stored
     runs = sweep(regime, method)
     if not all(run.done() for run in runs):
         return None
@@ -301,7 +304,7 @@ def passed_tokens(run: Run) -> tuple[float, float]:
 
 def costs(runs: list[Run]) -> dict[str, float]:
     """Columns of the table: tokens of a run, and of its steps seconds, peak memory and gradient."""
-    here = [run for run in runs if run.folder.exists()]
+    here = [run for run in runs if (run.folder / "summary.json").exists()]
     if not here:
         row, tokens = STORED[runs[0]], ("tokens_sampled", "tokens_passed")
         floats = ("seconds_a_step", "peak_gb", "grad_norm", "clipped")
