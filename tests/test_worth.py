@@ -143,3 +143,27 @@ def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
     with pytest.raises(SystemExit, match="the sentence above"):
         worth.main()
     assert "LoRA on nope" in capfd.readouterr().err
+
+
+def test_squared_gradients_are_those_of_each_completion_alone(adapter):
+    run, data = worth.prepare(SMALL, str(adapter))
+    run.rollout = 5
+    batch, _ = trainer.collect(run, data, {})
+    trained, expected = [p for p in run.model.parameters() if p.requires_grad], torch.zeros(2, 2)
+    for row, advantage in enumerate(batch.advantages.tolist()):
+        if advantage != 0:
+            ids, said = batch.ids[row][batch.attention[row].bool()], int(batch.mask[row].sum())
+            logp = run.model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            logp = logp[:-1].gather(1, ids[1:, None])[-said:].mean()
+            length = sum(part.square().sum() for part in torch.autograd.grad(logp, trained))
+            expected[int(advantage > 0)] += torch.tensor([1.0, length])
+    assert expected[:, 0].min() >= 2
+    assert torch.allclose(worth.squares(run, batch), expected, rtol=1e-3)
+
+
+def test_how_much_longer_a_gradient_is_below_by_hand():
+    one = {"reward": torch.tensor(0.5), "entropy": torch.tensor(0.2)}
+    columns = worth.of_the_policy([one | {"squares": torch.tensor([[2.0, 8.0], [4.0, 2.0]])}] * 3)
+    assert columns["reward"] == 0.5 and columns["entropy"] == pytest.approx(0.2)
+    for end in ("", "_low", "_high"):  # 8 / 2 over 2 / 4
+        assert columns["below_over_above" + end] == pytest.approx(8)
