@@ -29,6 +29,7 @@ the long policy on 6 and 8 (all made here if missing). Oracles know the task (st
 advantage of each step, on the digits that state it or on all its tokens; GRPO's advantage on the
 first wrong token alone where there is one, else on all results' digits; on those digits always; and
 a step's value over the baseline of least variance, in place of the mean.
+The optimal token baseline, a group's mean weighed by how long gradients are, knows what all do.
 `other samples` is uniform credit on other problems and samples, the null test: its worth must be 1.
 Gradients are kept in runs/gradient_quality/, 7 MB a batch; the table is gradient_quality.csv and
 the picture gradient_quality.png of results/data/.
@@ -118,13 +119,20 @@ METHODS = {
     "grpo_lambda, both ends": Method("grpo_strace", "--credit grpo_lambda --trace_kernel both"),
     "arca, wrong only": Method("grpo_arca", "--credit arca", only_wrong=True),
     "surprisal, wrong only": Method("grpo_arca", "--credit surprisal", only_wrong=True),
+    "probability": Method("grpo_arca", "--credit probability"),
+    "negative_weight 0.25": Method("grpo_arca", "--credit uniform --negative_weight 0.25"),
+    "right alone": Method("grpo_arca", "--credit uniform --negative_weight 0"),
+    "right alone, by probability": Method("grpo_arca", "--credit probability --negative_weight 0"),
+    "arca, right alone": Method("grpo_arca", "--credit arca --negative_weight 0"),
+    "oar_g, right alone": Method("grpo_oar", "--credit oar_g --negative_weight 0"),
+    "s_trace, right alone": Method("grpo_strace", "--credit s_trace --negative_weight 0"),
 }
 ORACLES = (
     "oracle: step values", "oracle: on whole steps", "oracle: first wrong token", "oracle: digits",
     "oracle: least variance",
 )  # fmt: skip
-UNIFORM, NULL = "uniform (GRPO)", "other samples"
-EVERYTHING = {*METHODS, *ORACLES, NULL, "reward"}  # of a batch
+UNIFORM, NULL, BASELINE = "uniform (GRPO)", "other samples", "optimal token baseline"
+EVERYTHING = {*METHODS, *ORACLES, NULL, BASELINE, "reward"}  # of a batch
 KEYS = ("worth", "aligned", "adam", "bias", "cosine")
 
 
@@ -150,12 +158,42 @@ def micro_batches(args, batch) -> list:
 
 
 def credited(method: Method, module, run, micros: list) -> list:
-    """Copies of a rollout's micro-batches with the method's credit."""
+    """Copies of a rollout's micro-batches with the method's advantages and credit."""
     copies = [replace(micro) for micro in micros]
+    for micro in copies:
+        weight = torch.where(micro.advantages < 0, run.args.negative_weight, 1.0)
+        micro.advantages = micro.advantages * weight
     module.score(run, copies, {})
     for micro in copies if method.only_wrong else ():
         wrong = micro.advantages[:, None] < 0
         micro.credit = torch.where(wrong, micro.credit, micro.mask.float())
+    return copies
+
+
+@torch.no_grad()
+def token_baseline(run, micros: list) -> list:
+    """Copies of the micro-batches with the optimal token baseline (arXiv 2602.07078) in place of
+    the group's mean: at token t the mean of the rewards of its completions that still run, each
+    weighed by its squared gradient so far, for which the sum of 1 - 2 pi + sum pi^2 stands."""
+    size, base = run.args.num_generations, run.model.get_base_model()
+    rows = torch.cat([micro.rows for micro in micros])
+    energy = torch.zeros(int(rows.max()) + 1, max(micro.mask.shape[1] for micro in micros))
+    rewards = torch.zeros(len(energy))
+    for micro in micros:
+        logp, hidden = run.policy.eval()(micro)
+        chances = (trainer.head_logits(base, hidden) / run.args.temperature).softmax(2)  # [B, T, V]
+        squared = (1 - 2 * logp.exp() + chances.square().sum(2)) * micro.mask
+        energy[micro.rows, : micro.mask.shape[1]] = squared.cumsum(1) * micro.mask
+        rewards[micro.rows] = micro.rewards
+    grouped = energy.view(-1, size, energy.shape[1])  # [groups, G, T]
+    baselines = (rewards.view(-1, size, 1) * grouped).sum(1) / grouped.sum(1).clamp(min=1e-9)
+    deviations, copies = rewards.view(-1, size).std(1) + 1e-4, [replace(m) for m in micros]
+    for micro in copies:
+        group, length = micro.rows // size, micro.mask.shape[1]
+        over = micro.rewards[:, None] - baselines[group, :length]
+        varied = (micro.advantages != 0)[:, None]
+        micro.credit = over / deviations[group, None] * varied * micro.mask
+        micro.advantages = torch.ones_like(micro.advantages)  # the credit has the sign
     return copies
 
 
@@ -240,6 +278,8 @@ def measure(
         exact = oracle_credits(run, data, micros, problem_of, continuations)
         for oracle, copies in exact.items():
             methods[oracle] = token_coefficients(trainer, args, copies)
+    if BASELINE not in found:
+        methods[BASELINE] = token_coefficients(trainer, args, token_baseline(run, micros))
     found |= gradients(run, micros, methods)
     if NULL not in found:
         run.rollout = 1_000_000 + batch
@@ -367,7 +407,7 @@ def tabulate(name: str, folder: Path, batches: int | None = None) -> list[dict]:
         return []
     stacked = {
         method: torch.stack([file[method] for file in found]).double().numpy()
-        for method in (*METHODS, *ORACLES, NULL)
+        for method in (*METHODS, BASELINE, *ORACLES, NULL)
     }
     reward = float(sum(file["reward"] for file in found)) / len(found)
     about = {"setting": SETTINGS[name].title, "batches": len(found), "reward": reward}
@@ -385,7 +425,8 @@ def draw(rows: list[dict], path: Path) -> None:
     titles = list(dict.fromkeys(row["setting"] for row in rows))
     last = [row for row in rows if row["setting"] == titles[-1]]
     names = sorted(
-        {*METHODS} - {UNIFORM}, key=lambda n: [r["worth"] for r in last if r["method"] == n]
+        {*METHODS, BASELINE} - {UNIFORM},
+        key=lambda n: [r["worth"] for r in last if r["method"] == n],
     )
     names = [NULL, *names, *reversed(ORACLES)]
     columns, lines = min(3, len(titles)), -(-len(titles) // 3)

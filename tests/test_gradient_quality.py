@@ -242,6 +242,50 @@ def test_only_wrong_leaves_right_completions_alone(make_run):
     assert not torch.equal(own.credit, all_rows.credit)
 
 
+def test_negative_weight_leaves_right_completions_alone(make_run):
+    run, micros = sampled(make_run, "uniform")
+    before = micros[0].advantages.clone()
+    for weight in (0.25, 0.0):
+        run.args.negative_weight = weight
+        method = instrument.Method("grpo_arca", "")
+        found = instrument.credited(method, trainer, run, micros)[0].advantages
+        assert found.tolist() == [a * weight if a < 0 else a for a in before.tolist()]
+    assert torch.equal(micros[0].advantages, before)  # the next method's
+
+
+def test_the_optimal_token_baseline_is_that_of_three_loops(make_run):
+    """Against whole forwards, completion by completion and token by token."""
+    run, micros = sampled(make_run, "uniform")
+    micro, size = micros[0], 4
+    micro.rewards = torch.tensor([1.0, 0, 0, 1, 0, 0, 1, 1])[micro.rows]
+    micro.advantages = trainer.group_advantages(
+        micro.rewards[micro.rows.argsort()].view(-1, size), "group"
+    ).flatten()[micro.rows]
+    weights = torch.zeros(8, micro.mask.shape[1])  # by row of the rollout
+    for i, row in enumerate(micro.rows.tolist()):
+        ids = micro.ids[i][micro.attention[i]]
+        length = int(micro.mask[i].sum())
+        with torch.no_grad():
+            logits = run.model(input_ids=ids[None]).logits[0, -length - 1 : -1]
+        for t, (at, token) in enumerate(zip(logits.softmax(1), ids[-length:])):
+            squared = sum((float(j == token) - p) ** 2 for j, p in enumerate(at.tolist()))
+            weights[row, t] = weights[row, t - 1] * (t > 0) + squared
+    found = instrument.token_baseline(run, micros)[0]
+    assert found.advantages.eq(1).all()
+    by_row = dict(zip(micro.rows.tolist(), zip(micro.rewards.tolist(), found.credit)))
+    for row, (reward, credit) in by_row.items():
+        group = [r for r in by_row if r // size == row // size]
+        rewards = torch.tensor([by_row[r][0] for r in group])
+        for t in range(micro.mask.shape[1]):
+            if weights[row, t] == 0:
+                assert credit[t] == 0
+                continue
+            weighed = sum(by_row[r][0] * weights[r, t] for r in group)
+            baseline = weighed / sum(weights[r, t] for r in group)
+            expected = (reward - baseline) / (rewards.std() + 1e-4)
+            assert credit[t].item() == pytest.approx(float(expected), rel=1e-3, abs=1e-4)
+
+
 @pytest.mark.slow
 def test_the_instrument_end_to_end(tmp_path):
     """Four batches: what must be equal is, the null test holds, and files are there."""
