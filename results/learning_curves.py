@@ -23,7 +23,7 @@ With `--smollm2` it is SmolLM2-135M on sums (smollm2.py): 20 rollouts of 32 comp
 problems, one update each, 36 held-out problems, 8 samples each, and no oracle; a sweep of 10
 rollouts on seed 101, then four seeds. Flags after `--` go to the scripts: `-- --dtype bfloat16`
 where the CPU has it. `--go_on` takes the runs of the tables at --output for done, so that methods
-and seeds can be added to a published study; costs are then of the runs whose folders are there.
+and seeds can be added to a published study; costs of a method stay those of its first runs.
 
 Data order and uniforms of a seed are the same for every method, so runs are paired by seed. Figures
 are the area under the held-out curve (its mean) and its end, as differences to uniform with 95%
@@ -137,7 +137,7 @@ def on_smollm2(folder: Path) -> None:
     settings |= {"FOLDER": ROOT / "runs/learning_curves_smollm2"}
     settings |= {"RATES": {"SmolLM2": ("2e-4", "4e-4", "8e-4")}, "ROLLOUTS": 20, "EVERY": 5}
     settings |= {"SWEEP_ROLLOUTS": 10, "SWEEP_SEEDS": (101,)}
-    settings |= {"COMPLETIONS": 32, "HELD_OUT": 36, "SHOWN": (-0.3, 0.3)}
+    settings |= {"COMPLETIONS": 32, "HELD_OUT": 36, "SHOWN": (-0.45, 0.3)}
     globals().update(settings, TASK=[f"--{name}={value}" for name, value in task.items()])
 
 
@@ -305,8 +305,8 @@ def passed_tokens(run: Run) -> tuple[float, float]:
 def costs(runs: list[Run]) -> dict[str, float]:
     """Columns of the table: tokens of a run, and of its steps seconds, peak memory and gradient."""
     here = [run for run in runs if (run.folder / "summary.json").exists()]
-    if not here:
-        row, tokens = STORED[runs[0]], ("tokens_sampled", "tokens_passed")
+    if stored := [run for run in runs if run not in here]:
+        row, tokens = STORED[stored[0]], ("tokens_sampled", "tokens_passed")
         floats = ("seconds_a_step", "peak_gb", "grad_norm", "clipped")
         return {k: int(row[k]) for k in tokens} | {k: float(row[k]) for k in floats}
     sampled, passed = np.mean([passed_tokens(run) for run in here], 0)
@@ -399,7 +399,8 @@ def draw(rows: list[dict], found: dict, path: Path) -> None:
             rollouts, dashes = np.arange(len(mean)) * EVERY, ":" if name == ORACLE else "-"
             style = {"color": colours[name], "linestyle": dashes, "zorder": 2 + (name == UNIFORM)}
             style["linewidth"] = 2.5 if name in CONTROL[:2] else 1.2
-            left.plot(rollouts, mean, label=f"{name} ({row['seeds']} seeds)", **style)
+            count = f"{row['seeds']} seed{'s' * (row['seeds'] > 1)}"
+            left.plot(rollouts, mean, label=f"{name} ({count})", **style)
             for key, marker, shift in (("area", "o", -0.15), ("end", "s", 0.15)):
                 ends, y = [row[f"{key}_low"], row[f"{key}_high"]], place + shift
                 ends = np.clip(ends, -1, 1)  # infinite of one seed
