@@ -9,15 +9,16 @@
 
 Worth (gradient_quality.py) can only show where noise is what limits learning. So rollouts are
 small: 16 completions of 2 problems, on chains of 8 operations (where exact credit is worth most),
-for 40 rollouts, with one update a rollout or with four; and, for the controls and only if asked
+for 80 rollouts, with one update a rollout or with four; and, for the controls and only if asked
 for (--regimes "one update, constant rate"), with a learning rate that does not fall. Stages:
 
     control   uniform credit, the value oracle (value_oracle.py) and uniform credit with twice the
               completions, whose worth is 2: what these two do not show, no method will
-    sweep     each method at each learning rate on seeds 101 and 102; the best mean reward in
-              training decides, so no held-out problem is looked at
-    curves    each method at its learning rate on seeds 1 to 8, evaluated on 100 held-out
-              problems, 4 samples each, every 10 rollouts
+    sweep     each method at each learning rate on seeds 101 and 102, for 40 rollouts; the best
+              mean reward in training decides, so no held-out problem is looked at
+    curves    each method at its learning rate on seeds 1 to 8 (uniform credit and right
+              completions alone to 16), evaluated on 100 held-out problems, 4 samples each, every
+              20 rollouts
 
 With `--smollm2` it is SmolLM2-135M on sums (smollm2.py): 20 rollouts of 32 completions of 4
 problems, one update each, 36 held-out problems, 8 samples each, and no oracle; a sweep of 10
@@ -47,15 +48,15 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs/learning_curves"
-ROLLOUTS, COMPLETIONS, EVERY, HELD_OUT = 40, 16, 10, 100
-SWEEP_ROLLOUTS, SWEEP_SEEDS = ROLLOUTS, (101, 102)
-SEEDS, FEWER = tuple(range(1, 9)), tuple(range(1, 4))
+ROLLOUTS, COMPLETIONS, EVERY, HELD_OUT = 80, 16, 20, 100
+SWEEP_ROLLOUTS, SWEEP_SEEDS = 40, (101, 102)
+SEEDS, FEWER, MANY = tuple(range(1, 9)), tuple(range(1, 4)), tuple(range(1, 17))
 CONSTANT = "one update, constant rate"  # else the learning rate falls to 0 by a cosine
 REGIMES = {"one update": 1, CONSTANT: 1, "four updates": 4}  # a rollout, of COMPLETIONS / updates
 RATES = {
     "one update": ("0.001", "0.002", "0.004"),
     CONSTANT: ("0.001", "0.002"),
-    "four updates": ("0.001", "0.002"),
+    "four updates": ("0.0005", "0.001", "0.002"),
 }
 TASK = [
     "--model_name_or_path", str(ROOT / "common/long_policy"), "--dataset_config", "8",
@@ -76,7 +77,7 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "uniform (GRPO)": Method("grpo_arca.py", "--credit uniform", regimes=tuple(REGIMES)),
+    "uniform (GRPO)": Method("grpo_arca.py", "--credit uniform", MANY, tuple(REGIMES)),
     "value oracle": Method("results/value_oracle.py", "", regimes=tuple(REGIMES)),
     "value oracle, whole steps": Method(
         "results/value_oracle.py",
@@ -89,9 +90,9 @@ METHODS = {
         "--credit uniform --steps_per_generation 2 --gradient_accumulation_steps 2",
         regimes=("one update",),
     ),
-    "right alone": Method("grpo_arca.py", "--credit uniform --negative_weight 0"),
+    "right alone": Method("grpo_arca.py", "--credit uniform --negative_weight 0", MANY),
     "right alone, by probability": Method(
-        "grpo_arca.py", "--credit probability --negative_weight 0"
+        "grpo_arca.py", "--credit probability --negative_weight 0", MANY
     ),
     "arca": Method("grpo_arca.py", "--credit arca"),
     "arca, p = 2": Method("grpo_arca.py", "--credit arca --sharpening 2"),

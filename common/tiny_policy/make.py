@@ -80,11 +80,14 @@ def demonstrate(rng: random.Random, chain: Chain, slips: bool) -> str:
         right = tuple(values[1:]) == chain.results()
         if min(values) >= 0 and max(values) <= 199 and right == (values[-1] == chain.results()[-1]):
             break
-    sentences = [rng.choice(BEGIN).format(v=values[0])]
+    sentences, links, steps = [rng.choice(BEGIN).format(v=values[0])], LINK, STEP
+    if LONG and rng.random() < 0.5:  # as greedy decoding writes; it must not lose its place there
+        links = [rng.choice(LINK)]
+        steps = {name: [rng.choice(phrases)] for name, phrases in STEP.items()}
     for operation, value in zip(chain.operations, values[1:], strict=True):
         word = {2: ("doubl", "double"), 3: ("tripl", "triple")}.get(operation.operand, ("", ""))
-        step = rng.choice(STEP[operation.name])
-        step = rng.choice(LINK) + step.format(k=operation.operand, r=value, w=word[0], x=word[1])
+        step = rng.choice(steps[operation.name])
+        step = rng.choice(links) + step.format(k=operation.operand, r=value, w=word[0], x=word[1])
         sentences.append(step[0].upper() + step[1:])
     return " ".join(sentences) + " " + rng.choice(END).format(v=values[-1])
 
