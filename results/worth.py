@@ -26,8 +26,9 @@ does not lie in its interval, as may happen, the others need more batches, too. 
 worth more at one policy than at another: measure at two.
 
 Of the adapter's gradient --coordinates are kept, the same random ones of each batch (all, where it
-has no more): what that does to the figures stands in results/README.md. It resumes; a script that
-has changed is measured again. Files are in runs/worth/, 4 bytes a coordinate, method and batch.
+has no more): what that does to the figures stands in results/README.md. It resumes; under another
+script, adapter, model or data it measures again. Files are in runs/worth/, 4 bytes a coordinate,
+method and batch.
 """
 
 import argparse
@@ -175,8 +176,14 @@ def keys_of(methods: list[str]) -> dict[str, str]:
     return keys
 
 
-def check(methods: dict[str, str], flags: tuple[str, ...]) -> None:
-    """Ends where a flag is wrong, or would not do what it says."""
+def stamps(*places: str | Path | None) -> list[tuple]:
+    """Sizes and times of the files that are or lie there: another model makes other batches."""
+    paths = [path for place in places if place for path in (Path(place), *Path(place).glob("*"))]
+    return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(paths) if p.is_file()]
+
+
+def check(methods: dict[str, str], flags: tuple[str, ...]) -> trainer.Args:
+    """The flags, or the end where one is wrong or would not do what it says."""
     plain = trainer.parse_args([*SEED, *flags, *PLAIN])
     if plain.beta > 0:
         fail("--beta: the penalty has a gradient of its own, leave it out")
@@ -189,6 +196,7 @@ def check(methods: dict[str, str], flags: tuple[str, ...]) -> None:
     groups = plain.per_device_train_batch_size * plain.steps_per_generation // plain.num_generations
     if groups % 2:
         fail(f"a batch of {groups} groups has no half: make the number of groups even")
+    return plain
 
 
 def of_the_policy(found: list[dict]) -> dict[str, float]:
@@ -255,10 +263,11 @@ def main() -> None:
         methods = keys_of(options.methods)
     except ValueError as error:
         fail(error)
-    check(methods, flags)
-    policy = "" if options.adapter is None else Path(options.adapter).resolve()
-    name = hashlib.blake2b(f"{flags} {policy} {options.coordinates}".encode(), digest_size=8)
-    paths = [options.folder / name.hexdigest() / f"{batch}.pt" for batch in range(batches)]
+    args = check(methods, flags)
+    made_of = trainer.__file__, options.adapter, args.model_name_or_path, args.dataset_name
+    name = repr((flags, options.adapter, options.coordinates, stamps(*made_of))).encode()
+    folder = options.folder / hashlib.blake2b(name, digest_size=8).hexdigest()
+    paths = [folder / f"{batch}.pt" for batch in range(batches)]
     rest = (methods, flags, options.adapter, options.coordinates)
     needed = methods.keys() | {"squares"}
     jobs = [(p, i, *rest) for i, p in enumerate(paths) if not needed <= load(p).keys()]

@@ -114,6 +114,26 @@ def test_a_mistake_ends_in_a_sentence(monkeypatch, capsys, tmp_path, words, sent
     assert sentence in said and ended.value.code not in (0, None), said
 
 
+def test_another_adapter_in_the_same_folder_makes_other_batches(
+    adapter, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(worth, "run_all", lambda _, jobs, __: print("todo", len(jobs)))
+    monkeypatch.setattr(worth, "load", lambda path: asked.append(path) or {})
+    words = ["worth.py", "--adapter", str(adapter), "--batches", "4", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*words, "--", *SMALL])
+    folders = []
+    for change in (None, None, "retrained"):
+        asked = []
+        if change:
+            (adapter / "adapter_model.safetensors").touch()
+        with pytest.raises(KeyError):  # there are no figures
+            worth.main()
+        assert capsys.readouterr().out == "todo 4\n"
+        folders.append({path.parent for path in asked})
+    first, again, retrained = folders
+    assert first == again and len(first | retrained) == 2
+
+
 @pytest.mark.slow
 def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
     monkeypatch, capfd, tmp_path
