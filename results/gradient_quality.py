@@ -42,6 +42,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
 from dataclasses import replace
@@ -416,7 +417,8 @@ def tabulate(name: str, folder: Path, batches: int | None = None) -> list[dict]:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Worth by method, a panel a setting: oracles on top, then by worth in the last."""
+    """Worth by method, raw and Adam's, a panel a setting: oracles on top, then by worth in the
+    last."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -430,7 +432,7 @@ def draw(rows: list[dict], path: Path) -> None:
     )
     names = [NULL, *names, *reversed(ORACLES)]
     columns, lines = min(3, len(titles)), -(-len(titles) // 3)
-    size = (2.3 + 2.6 * columns, lines * (0.23 * len(names) + 0.8) + 0.6)
+    size = (2.3 + 2.6 * columns, lines * (0.25 * len(names) + 0.8) + 0.6)
     figure, panels = plt.subplots(lines, columns, figsize=size, sharey=True, squeeze=False)
     for axes in panels.flat[len(titles) :]:
         axes.set_visible(False)
@@ -440,13 +442,15 @@ def draw(rows: list[dict], path: Path) -> None:
         for place, name in enumerate(names):
             row = of[name]
             colour = "#D55E00" if name in ORACLES else "#888888" if name == NULL else "#0072B2"
-            ends = np.array([[row["worth_low"], row["worth_high"]]]).clip(0.03, 30)
-            axes.plot(ends[0], [place] * 2, color=colour, linewidth=2, alpha=0.5)
             filled = colour if row["bias_low"] > 0.9 else "white"  # hollow: it may point elsewhere
-            axes.plot(row["worth"], place, "o", color=colour, markerfacecolor=filled)
+            for key, marker, shift in (("worth", "o", 0.15), ("adam", "s", -0.15)):
+                ends, y = np.clip([row[f"{key}_low"], row[f"{key}_high"]], 0.03, 30), place + shift
+                axes.plot(ends, [y] * 2, color=colour, linewidth=2, alpha=0.5)
+                style = {"color": colour, "markerfacecolor": filled, "markersize": 5}
+                axes.plot(row[key], y, marker, **style)
         axes.set_xscale("log")
-        axes.set_xticks([0.125, 0.25, 0.5, 1, 2], ["⅛", "¼", "½", "1", "2"])
-        axes.set_xlim(0.1, 3.2)
+        axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["¼", "½", "1", "2", "4", "8"])
+        axes.set_xlim(0.15, 9)
         axes.minorticks_off()
         reward = next(iter(of.values()))["reward"]
         axes.set_title(f"{title}\n{reward:.0%} right", loc="left", fontsize=9, fontweight="bold")
@@ -454,11 +458,12 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     for axes in panels[:, 0]:
         axes.set_yticks(range(len(names)), names, fontsize=9)
-    figure.supxlabel(
-        "worth: how many completions under uniform credit (GRPO) one is worth, with 95% interval\n"
-        "(hollow: the mean gradient may be more than 25 degrees off the policy gradient)",
-        fontsize=9,
+    meaning = (
+        "worth: how many completions under uniform credit (GRPO) one is worth, with 95% interval; "
+        "squares: as Adam scales gradients; "
+        "hollow: the mean gradient may be more than 25 degrees off the policy gradient"
     )
+    figure.supxlabel(textwrap.fill(meaning, int(size[0] * 14)), fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
