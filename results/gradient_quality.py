@@ -36,6 +36,7 @@ the picture gradient_quality.png of results/data/.
 """
 
 import argparse
+import contextlib
 import csv
 import importlib
 import multiprocessing
@@ -324,11 +325,14 @@ def in_a_process(function, job: tuple):
 def run_all(function, jobs: list[tuple], processes: int) -> None:
     """Of every job, with progress and the time that is left. function returns what to name it."""
     began, done = time.time(), map(function, jobs)
-    if processes > 1:
-        done = multiprocessing.get_context("spawn").Pool(processes).imap_unordered(function, jobs)
-    for count, name in enumerate(done, start=1):
-        left = (time.time() - began) / count * (len(jobs) - count) / 60
-        print(f"[{count}/{len(jobs)}] {name}; {left:.0f} min left", file=sys.stderr, flush=True)
+    with contextlib.ExitStack() as stack:
+        if processes > 1:
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(processes))
+            done = pool.imap_unordered(function, jobs)
+        for count, name in enumerate(done, start=1):
+            each = (time.time() - began) / count
+            left = f"{each:.0f} s each, {each * (len(jobs) - count) / 60:.0f} min left"
+            print(f"[{count}/{len(jobs)}] {name}; {left}", file=sys.stderr, flush=True)
 
 
 def measure_job(job: tuple) -> str:

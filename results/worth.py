@@ -229,8 +229,9 @@ def report(rows: list[dict], batches: int) -> str:
     for row in rows:
         shown = []
         for key in KEYS:
-            value, *ends = (f"{row[key + end]:.2f}" for end in ("", "_low", "_high"))
-            shown.append(f"{value} ({' - '.join(x if len(x) < 6 else '?' for x in ends)})")
+            cells = [f"{row[key + end]:.2f}" for end in ("", "_low", "_high")]
+            value, *ends = (cell if len(cell) < 6 else "?" for cell in cells)  # from no signal
+            shown.append(f"{value} ({' - '.join(ends)})")
         lines.append(f"{row['method']:{wide}s}" + "".join(f"{text:>22s}" for text in shown))
     for row in rows[2:]:
         width = (row["worth_high"] - row["worth_low"]) / 2 / max(row["worth"], 1e-9)

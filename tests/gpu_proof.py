@@ -78,8 +78,9 @@ QUANTIZED, COMPILED = "--rollout_weights quantized", "--torch_compile True"
 PROFILE = "bench.py", "gpu_proof.py --inside profile {out}"
 BRIEF, COUNT = "--max_eval_samples 8 --eval_steps 0", "python tests/memory.py"
 CHECKPOINT = "--credit uniform --shape 0.6B --repeats 1 --warmup 0"  # leaves it for the next
-RANDOM = "--model_name_or_path {random} --reward_funcs gpu_proof.variety {gsm8k} --max_steps 2"
-RANDOM += f" --max_completion_length 128 {BRIEF}"
+PAID = "--reward_funcs gpu_proof.variety {gsm8k}"  # random weights get no other reward
+RANDOM = f"--model_name_or_path {{random}} {PAID} --max_steps 2 --max_completion_length 128 {BRIEF}"
+WORTH = "python results/worth.py 'grpo_arca.py --credit uniform --negative_weight 0'"
 SMOLLM2 = "--model_name_or_path {smollm2} --dataset_name {smollm2}/sums.jsonl"
 SMOLLM2 += " --max_completion_length 32"
 ONE_MICRO_BATCH = "--learning_rate 1e-5 --gradient_checkpointing False"
@@ -92,52 +93,57 @@ BF16 = ["least slope of the sampled policy's change >= 0.99", "largest <= 1.01"]
 BF16 += ["ARCA in bf16, rank correlation with fp32", "OAR-G in bf16, rank correlation with fp32"]
 # 18,000 and 35,000 tokens/s are those of vLLM in bf16 on an H200, 42,540 twice those of its QLoRA.
 PARTS = [
-    Part("tests", 200, "pytest tests/test_gpu.py -s",
+    Part("tests", 190, "pytest tests/test_gpu.py -s",
          ["tests that pass >= 1", "tests that fail <= 0", f"{GAP}, dense <= 0.02",
           f"{GAP}, quantized <= 0.01"]),
-    Part("trl", 150, bench("grpo_arca", BOTH),
+    Part("trl", 140, bench("grpo_arca", BOTH),
          [SPEED, f"{OVER_TRL} >= 15", f"{STEP} >= 8", f"{ARCA} <= 1.2", "arca, peak GiB <= 9"]),
     Part("trl-quantized", 140, bench("grpo_arca", BOTH, QUANTIZED),
          [SPEED, f"{OVER_TRL} >= 8", f"{STEP} >= 8", f"{ARCA} <= 1.2", "arca, peak GiB <= 5"]),
-    Part("trl-compiled", 200, bench("grpo_arca", BOTH, COMPILED),
+    Part("trl-compiled", 185, bench("grpo_arca", BOTH, COMPILED),
          [f"{SPEED} >= 18000", f"{OVER_TRL} >= 30", f"{STEP} >= 10", f"{ARCA} <= 1.2"]),
-    Part("256", 100, bench("grpo_arca", MANY, COMPILED),
+    Part("256", 90, bench("grpo_arca", MANY, COMPILED),
          [f"{SPEED} >= 35000", f"{SPEED} >= 42540"]),
     Part("256-lognormal", 70, bench("grpo_arca", f"{MANY} --lengths lognormal", COMPILED), [SPEED]),
     Part("oar", 60, bench("grpo_oar", "--credit uniform oar_g"),
          ["oar_g, step over uniform's <= 1.5"]),
     Part("strace", 50, bench("grpo_strace", "--credit uniform s_trace"),
          ["s_trace, step over uniform's <= 1.03"]),
-    Part("8b", 150, bench("grpo_arca", f"--credit arca --shape 8B {LONG}", QUANTIZED),
+    Part("8b", 135, bench("grpo_arca", f"--credit arca --shape 8B {LONG}", QUANTIZED),
          ["arca, rollout tokens/s", "arca, peak GiB <= 20"]),
-    Part("16x640", 80, bench("grpo_arca", "--credit uniform --completion_tokens 512", COMPILED),
+    Part("16x640", 70, bench("grpo_arca", "--credit uniform --completion_tokens 512", COMPILED),
          ["uniform, training tokens/s >= 38000", "uniform, training peak GiB <= 10"]),
     Part("memory", 100, f"{COUNT} --shape 1.7B --rollout_weights dense {{count}} -- --lora_r 16 && "
          f"{COUNT} --shape 8B {QUANTIZED} {LONG} {{help}} -- --lora_r 16",
          ["counted peaks are off by, trl <= 0.1", "counted peaks are off by, 8b <= 0.1"]),
-    Part("default", 90, launch(),
+    Part("default", 80, launch(),
          ["updates >= 45", "accuracy before, after", f"{GAP} <= 0.02",
           "growth of its memory <= 1.05"]),
     Part("kill", 60, launch(f"--max_steps 10 {BRIEF}", kill_at=4), ["updates >= 10"]),
     Part("random-0.6B", 80, f"{bench('grpo_arca', CHECKPOINT)} && {launch(RANDOM, kill_at=1)}",
          ["updates >= 2"]),
-    Part("profile", 120, bench("grpo_arca", "--credit uniform").replace(*PROFILE),
+    Part("profile", 110, bench("grpo_arca", "--credit uniform").replace(*PROFILE),
          ["costs of a decode step", "costs of a training step", f"{WAY}, dense", f"{WAY}, PEFT"]),
     Part("precision", 40, "python results/precision.py -- {run} --max_completion_length 80", BF16),
     Part("precision-smollm2", 60, f"python results/precision.py -- {SMOLLM2} {ONE_MICRO_BATCH}",
          BF16),
-    Part("smollm2", 50, launch(f"{SMOLLM2} --learning_rate 4e-4 --max_steps 30 --eval_steps 0"),
+    Part("worth", 100, f"{WORTH} --batches 4 --folder {{out}} -- {PAID} "
+         "--model_name_or_path {larger} --lora_r 16 --max_completion_length 256 {run}",
+         ["seconds a batch of worth.py <= 150"]),  # 24 of them within an hour
+    Part("smollm2", 40, launch(f"{SMOLLM2} --learning_rate 4e-4 --max_steps 30 --eval_steps 0"),
          ["updates >= 30", "accuracy before, after", f"{GAP} <= 0.02"]),
 ]  # fmt: skip
 
 
 def fill(part: Part, options: argparse.Namespace, trl: bool) -> str:
     """A part's command, for these options."""
+    shapes = Path(tempfile.gettempdir(), "qwen3-shapes")  # as bench.py leaves them
     inside = options.folder.is_relative_to(ROOT)
     out = (options.folder.relative_to(ROOT) if inside else options.folder) / part.name
-    shape = Path(tempfile.gettempdir(), "qwen3-shapes/qwen3-0.6B-28-layers")  # as bench.py has it
     paths = {"out": out, "smollm2": options.smollm2}
-    paths["random"] = "common/tiny_policy" if options.small else shape
+    for name, size in (("random", "0.6B"), ("larger", "1.7B")):
+        large = shapes / f"qwen3-{size}-28-layers"
+        paths[name] = "common/tiny_policy" if options.small else large
     words = SMALL if options.small else dict.fromkeys(SMALL, "")
     words = words | {name: shlex.quote(str(path)) for name, path in paths.items()}
     words["gsm8k"] = f"--dataset_name {GSM8K}" if (ROOT / GSM8K).exists() else ""
@@ -155,6 +161,7 @@ PRINTED = {  # figure: where its numbers are in what a part printed, and what it
     "largest": (SLOPE, max),
     "ARCA in bf16, rank correlation with fp32": (r"arca in bf16  rank (\S+)", max),
     "OAR-G in bf16, rank correlation with fp32": (r"oar_g in bf16  rank (\S+)", max),
+    "seconds a batch of worth.py": (r"\[4/4\] batch \d; (\d+) s each", max),
 }
 
 
@@ -291,7 +298,6 @@ def variety(completions: list[str], **_) -> list[float]:
 
 def kill(checkpoint: str, *command: str) -> None:
     """A run whose trainer is ended by kill -9 once that checkpoint is there, and that goes on."""
-    os.environ["PYTHONPATH"] = str(ROOT / "tests")  # for the reward above
     launcher = subprocess.Popen(command)
     while launcher.poll() is None and not Path(checkpoint).exists():
         time.sleep(0.05)
@@ -402,6 +408,7 @@ def surroundings(small: bool) -> tuple[dict[str, str], dict]:
     """The environment of the parts, and what their figures depend on."""
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     cards = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")  # of several, one is measured
+    env["PYTHONPATH"] = str(ROOT / "tests")  # for the reward `variety`
     env["CUDA_VISIBLE_DEVICES"] = "" if small else cards[0]
     how = {"env": env, "cwd": ROOT, "capture_output": True, "text": True}
     asked, versions = subprocess.run([sys.executable, "-c", CARD], **how), {}

@@ -70,6 +70,7 @@ arca in fp32  rank 1  worst 1  seconds 2
 arca in bf16  rank 0.52  worst 0.2  seconds 1
 oar_g in bf16  rank 0.59  worst 0.14  seconds 1
 | 1.7B | dense | 1.5 | 6.9 | 2.2 | 3.1 | 12 GB |
+[4/4] batch 3; 41 s each, 0 min left
 | 8B | quantized | 6.1 | 9.7 | 7.0 | 9.8 | 12 GB |
 """
 
@@ -87,6 +88,7 @@ def test_figures_that_were_printed(tmp_path):
     slopes = found["least slope of the sampled policy's change"], found["largest"]
     assert slopes == (0.97, 1.02)
     assert found["ARCA in bf16, rank correlation with fp32"] == 0.52
+    assert found["seconds a batch of worth.py"] == 41
     assert found["counted peaks are off by, trl"] == pytest.approx(3.1 / 1.725 - 1)
     assert math.isnan(found["counted peaks are off by, 8b"])
     assert gpu_proof.figures(tmp_path / "none") == {}
@@ -226,7 +228,6 @@ wait $!
 
 def test_a_run_is_killed_once_its_checkpoint_is_there_and_resumed(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", "")  # restored afterwards
     (tmp_path / "launcher.sh").write_text(LAUNCHER)
     with pytest.raises(SystemExit) as ended:
         gpu_proof.kill("checkpoint-4", "bash", "launcher.sh", "goes on")
@@ -325,11 +326,11 @@ def test_mistakes_are_a_sentence(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_part_of_each_kind_in_small_on_a_cpu(tmp_path):
-    """A bench, a run that is killed, a profile and one that lacks its model: they end, the figures
-    are found, nothing is called a pass and results/ is left alone. (All take ten minutes.)"""
+    """A bench, a run that is killed, a profile, worth.py and one without its model: they end, the
+    figures are found, nothing is called a pass and results/ is left alone. (All: ten minutes.)"""
     watched = [ROOT / "results/README.md", ROOT / "results/data/gpu.json"]
     before = [path.stat().st_mtime_ns if path.exists() else 0 for path in watched]
-    folder, parts = tmp_path / "a b", ("strace", "kill", "profile", "smollm2")
+    folder, parts = tmp_path / "a b", ("strace", "kill", "profile", "worth", "smollm2")
     command = [sys.executable, ROOT / "tests/gpu_proof.py", "--small", "--folder", folder, *parts]
     subprocess.run(command, capture_output=True)  # 1, since other parts were not run
     report = json.loads((folder / "gpu.json").read_text())

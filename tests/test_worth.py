@@ -187,3 +187,15 @@ def test_how_much_longer_a_gradient_is_below_by_hand():
     assert columns["reward"] == 0.5 and columns["entropy"] == pytest.approx(0.2)
     for end in ("", "_low", "_high"):  # 8 / 2 over 2 / 4
         assert columns["below_over_above" + end] == pytest.approx(8)
+
+
+def test_a_figure_of_no_signal_is_a_question_mark():
+    """Four batches of noise: a mean of no length has no direction."""
+    row = {f"{key}{end}": 1.0 for key in worth.KEYS for end in ("", "_low", "_high")}
+    row |= {"method": "x", "reward": 0.1, "entropy": 0.5, "bias": -1.2e12, "bias_low": -3.4e12}
+    row |= dict.fromkeys(("below_over_above", "below_over_above_low", "below_over_above_high"), 1)
+    line = worth.report([row, row | {"worth": 0.5}], 4).splitlines()[3]
+    assert (
+        line.split()
+        == "x 1.00 (1.00 - 1.00) 1.00 (1.00 - 1.00) ? (? - 1.00) 1.00 (1.00 - 1.00)".split()
+    )
