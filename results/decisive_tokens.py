@@ -10,11 +10,12 @@ completions of 32 held-out problems (4 samples each; OAR scores those with a box
 weight on decisive tokens over the mean weight of the completion, the same for the first wrong
 token, that token's AUROC (the chance that it weighs more than another token of its completion, 0.5
 if the weights knew nothing), the concentration, and for OAR-G the rank correlation (Spearman) of
-its scores with OAR-P's over the reasoning; all are means over completions. With a run's folder it
-also writes results/data/heatmap.html: one group under every method.
+its scores with OAR-P's over the reasoning; all are means over completions. They are written to
+--output, too, and with a run's folder results/data/heatmap.html: one group under every method.
 """
 
 import argparse
+import csv
 import importlib
 import json
 import sys
@@ -126,15 +127,15 @@ def figures(run, batch, problems) -> dict[str, float]:
     return means | {name: values.nanmean().item() for name, values in stats.items()}
 
 
-def measure(folder: str | None, like: str | None, count: int = 32) -> list[dict]:
+def measure(folder: str | None, like: str | None, count: int = 32) -> tuple[list[dict], list[dict]]:
     """Prints the table of one policy, on the task of the run that left the folder `like`; returns
-    the page's groups."""
+    its rows and the page's groups."""
     flags = flags_of(like)
     problems = held_out(importlib.import_module("grpo_arca"), flags, count)
     print(f"\n{folder or 'untrained policy'}")
     print("| credit | decisive | first wrong | its AUROC | EffN/T | Gini | rank with OAR-P |")
     print("|---|---|---|---|---|---|---|")
-    scores, groups, sampled = {}, [], None
+    scores, rows, groups, sampled = {}, [], [], None
     for name, credit in METHODS:
         module = importlib.import_module(name)
         run = prepare(module, credit, flags, folder)
@@ -150,12 +151,13 @@ def measure(folder: str | None, like: str | None, count: int = 32) -> list[dict]
         means = figures(run, batch, problems)
         shown = [f"{means[x]:.2f}" for x in ("decisive", "first_wrong", "auroc", "effn", "gini")]
         print(f"| {' | '.join([credit, *shown, rank])} |", flush=True)
+        rows.append({"policy": folder or "untrained", "credit": credit} | means | {"rank": rank})
         if credit in ON_PAGE:
             rewards = batch.rewards.view(-1, SAMPLES)
             batch.advantages = module.group_advantages(rewards, "group").flatten()
             for group in credit_group(run, [batch], dict(enumerate(problems))):
                 groups.append(group | {"heading": credit})
-    return groups
+    return rows, groups
 
 
 def main() -> None:
@@ -163,14 +165,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="*", help="of runs")
     parser.add_argument("--problems", type=int, default=32)
+    table = ROOT / "results/data/decisive_tokens.csv"
+    parser.add_argument("--output", type=Path, default=table, help="the table")
     options = parser.parse_args()
-    measure(None, (options.folders or [None])[0], options.problems)
+    rows, _ = measure(None, (options.folders or [None])[0], options.problems)
     for folder in options.folders:
         step = {"step": json.loads((Path(folder) / "summary.json").read_text())["steps"]}
-        groups = [group | step for group in measure(folder, folder, options.problems)]
+        more, groups = measure(folder, folder, options.problems)
+        rows, groups = rows + more, [group | step for group in groups]
         flags = json.loads((Path(folder) / "config.json").read_text())
         title = f"One group under every method (policy trained with {flags['credit']})"
         write_credit_page(str(ROOT / "results/data/heatmap.html"), title, groups)
+    with open(options.output, "w", newline="") as file:
+        lines = csv.DictWriter(file, rows[0])
+        lines.writeheader()
+        for row in rows:
+            lines.writerow({k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()})
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def draw(axis, title: str, tokens: list[dict], columns: int) -> None:
 
 
 def main() -> None:
-    made = measure(sys.argv[1], sys.argv[1], *map(int, sys.argv[2:]))
+    _, made = measure(sys.argv[1], sys.argv[1], *map(int, sys.argv[2:]))
     groups = {group["heading"]: group for group in made}
     wrong = {x: next(c for c in groups[x]["completions"] if c["reward"] == 0) for x in TITLES}
     texts = {x: [t for t in wrong[x]["tokens"] if not t["text"].startswith("<|")] for x in TITLES}

@@ -7,8 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from common.data import Problem, first_error, parse_rows
@@ -321,3 +323,97 @@ def test_an_interval_in_a_readme_is_one_of_the_data(name):
         assert in_a_file or match[0].replace("*", "") in times, f"{match[0]} is in no file of data/"
         checked += 1
     assert checked > (5 if name == "README.md" else 60)
+
+
+def numbers_in(text: str) -> list[tuple[float, float]]:
+    """Each number, with the half of its last place and what the 4 digits of a file leave open."""
+    found = re.findall(r"(?<![\w.])[+-]?(?:\d*\.\d+|\d+)(?:e-\d+)?(?![\w.]*\d)", text)
+    places = [Decimal(x).as_tuple().exponent for x in found]
+    return [(float(x), 0.51 * 10**n + 6e-4 * abs(float(x))) for x, n in zip(found, places)]
+
+
+def tables(heading: str) -> list[dict[str, str]]:
+    """The rows of all tables of a section of results/README.md that begin with a credit."""
+    section = (RESULTS / "README.md").read_text().partition(f"\n## {heading}\n")[2]
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line[:2] == "| "]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    header = next(row for row in cells if row[0] == "credit")
+    return [dict(zip(header, row, strict=True)) for row in cells if row != header]
+
+
+def in_the_files(name: str) -> dict[tuple[str, str], dict[str, list[float]]]:
+    """(regime, method) -> what a README's column of that name must say."""
+    with (RESULTS / f"data/{name}.csv").open() as methods:
+        rows = list(csv.DictReader(methods))
+    with (RESULTS / f"data/{name}_runs.csv").open() as runs:
+        runs, found = list(csv.DictReader(runs)), {}
+    for row in rows:
+        pair = row["regime"], row["method"]
+        own = [run for run in runs if (run["regime"], run["method"]) == pair]
+        greedy = [float(run["greedy_accuracy"]) for run in own]
+        found[pair] = {"rate": [float(row["rate"])], "seeds": [len(own)], "greedy": greedy}
+        found[pair]["greedy at the end"] = [min(greedy), max(greedy)]
+        found[pair]["pass@4"] = [sum(float(run["pass@4"]) for run in own) / len(own)]
+        found[pair]["ends of seeds 1, 2, 3, 4"] = [
+            float(run["accuracies"].split()[-1]) for run in own
+        ]
+        found[pair]["peak, GiB"] = [float(row["peak_gb"])]
+        for key in ("area", "end"):
+            more = [float(row[key + end]) for end in ("_more", "_low", "_high")]
+            whole = row["method"] == "uniform (GRPO)"
+            found[pair][key] = [float(row[key])] if whole else more[: 1 if more[1] < -9 else 3]
+    return found
+
+
+@pytest.mark.parametrize(
+    "heading, name, count",
+    [("Learning", "learning_curves", 30), ("A real language model", "learning_curves_smollm2", 50)],
+)
+def test_a_row_of_a_learning_table_is_its_methods_row_of_the_file(heading, name, count):
+    found, checked = in_the_files(name), 0
+    first = next(iter(found))[0]
+    for row in tables(heading):
+        method = row["credit"].partition(" (seed")[0]
+        for header, cell in row.items():
+            regime, _, column = header.rpartition(": ")
+            expected = found.get((regime or first, method), {}).get(column)
+            if cell and expected:
+                said = numbers_in(cell)
+                assert len(said) == len(expected), (method, header)
+                assert all(abs(x - y) < near for (x, near), y in zip(said, expected)), (
+                    method,
+                    header,
+                )
+                checked += 1
+    assert checked > count
+
+
+def numbers_of_the_data() -> np.ndarray:
+    """Of all tables and reports of data/, and shares of right completions and lengths put into the
+    formula of "Where will they help?"."""
+    texts = [path.read_text() for path in (RESULTS / "data").glob("*.*") if path.suffix != ".png"]
+    found = [float(x) for text in texts for x in re.findall(r"-?\d+\.?\d*(?:e-\d+)?", text)]
+    for path in (RESULTS / "data").glob("worth_*.csv"):
+        row = next(csv.DictReader(path.open()))
+        if "reward" in row:
+            p, r = float(row["reward"]), float(row["below_over_above"])
+            found.append((1 - p) * (1 - p + p * r))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", ["README.md", "results/README.md"])
+def test_a_decimal_number_of_a_readme_stands_in_a_file(name):
+    """But for those of code and links, and of the section whose times no file has."""
+    text, of_results = (RESULTS.parents[0] / name).read_text(), (RESULTS / "README.md").read_text()
+    begin, end = of_results.index("## What a step costs"), of_results.index("## On a GPU")
+    costs = [x for x, _ in numbers_in(of_results[begin:end])]
+    text = text.replace(of_results[begin:end], "")
+    text = re.sub(r"```.*?```|`[^`]*`|\]\(.*?\)|arXiv\s\S+|\[\d{4}\.\d+", "", text, flags=re.S)
+    text = re.sub(r"(?:TRL|torch|Python|2 to|Ernie|Qwen) ?\d\.\d+(?:\.\d+)?", "", text)
+    measured, checked = np.concatenate([numbers_of_the_data(), costs]), 0
+    for value, near in numbers_in(text):
+        if value % 1:
+            said = [(value, near), (value / 100, near / 100)]  # of a percentage
+            assert any((abs(abs(measured) - abs(x)) < y).any() for x, y in said), value
+            checked += 1
+    assert checked > (30 if name == "README.md" else 400)
