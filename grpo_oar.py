@@ -826,7 +826,7 @@ def head_logits(base: nn.Module, hidden: Tensor) -> Tensor:
     config, logits = base.config.get_text_config(), base.get_output_embeddings()(hidden).float()
     names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
     scale, divisor, cap = (getattr(config, name, None) for name in names)
-    logits = logits * (scale or 1.0) / (divisor or 1.0)
+    logits = logits * (scale or 1.0) / (divisor or 1.0) if scale or divisor else logits
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
@@ -855,6 +855,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
 
 def build_run(args: Args, tokenizer) -> Run:
     """Policy, optimiser and schedule, as Accelerate prepares them."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
     rewards = load_reward_funcs(args.reward_funcs, args.reward_weights)
     how = {"mixed_precision": "bf16" if args.dtype == "bfloat16" else "no", "cpu": not CUDA}
     how["log_with"] = None if args.report_to == "none" else args.report_to
@@ -1057,8 +1058,7 @@ def run_to_the_end(args: Args) -> None:
 
 def main() -> None:
     args = parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error(), transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*gradient_checkpointing")  # peft's to transformers
     use_every_core()
     try:

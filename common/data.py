@@ -332,7 +332,7 @@ def load_data(args):
 # Rewards of a batch -------------------------------------------------------------------------------
 def completions_of(run, batch) -> tuple[list[list[int]], list[str]]:
     """Token ids and text of each completion of a batch (grpo_*.py's Batch)."""
-    pairs = zip(batch.ids[:, batch.prompt_width :], batch.mask, strict=True)
+    pairs = zip(batch.ids[:, batch.prompt_width :].cpu(), batch.mask.cpu(), strict=True)
     ids = [tokens[real].tolist() for tokens, real in pairs]
     return ids, run.tokenizer.batch_decode(ids, skip_special_tokens=True)
 

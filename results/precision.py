@@ -183,6 +183,7 @@ def credit_rows(run, micro, flags: list[str]) -> list[dict]:
             with scored_in(module, replace(run, args=args), name) as here:
                 began = time.perf_counter()
                 scores[name] = module.token_scores(here, replace(micro), {}).float()
+                scores[name].sum().item()  # a GPU's work is done
                 took = time.perf_counter() - began
             seconds[name] = min(took, seconds.get(name, took))
         for name, made in scores.items():

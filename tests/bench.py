@@ -370,6 +370,7 @@ class Trl(TrainerCallback):
         return completions, logprobs
 
     def on_step_begin(self, args, state, control, **_):
+        torch.backends.cuda.enable_cudnn_sdp(True)  # its default; ours turn it off
         self.others = allocated_gib(self.device) - self.own
         peak_gib(self.device)
         self.rows.append({"seconds_score": 0.0, "seconds_credit": 0.0})
@@ -381,6 +382,7 @@ class Trl(TrainerCallback):
         row["seconds_update"] = row["step"] - row["seconds_rollout"]
         row["update_tokens_per_second"] = self.tokens / row["seconds_update"]
         row["peaks"].append(peak_gib(self.device, self.others))
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.after_step(state.global_step - 1)
 
 

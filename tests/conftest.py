@@ -27,7 +27,7 @@ def randomise_adapter(model, scale: float = 0.05) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            parameter.data = scale * torch.randn(parameter.shape, generator=generator)
+            parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
 
 
 @pytest.fixture(scope="session")

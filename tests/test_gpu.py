@@ -91,7 +91,7 @@ def test_recomputed_log_probs_are_near_the_sampled_ones(make_run, weights, most,
     trainer.score(run, micros, {})
     gap = trainer.update(run, micros)["sampling_gap"]
     print(f"{weights}, compiled {compiled}: mean |sampled - recomputed| {gap:.4f}")
-    assert gap <= most
+    assert gap <= most and not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_compiled_gradients_are_as_near_the_exact_ones_as_eager_ones(make_run):
