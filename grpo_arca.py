@@ -146,7 +146,7 @@ class Args:
     num_generations_eval: int = flag(4, "samples per held-out problem")
     per_device_eval_batch_size: int = flag((200, 32), "completions generated at once")
     output_dir: str | None = flag(None, "default runs/<script>-<credit>-<seed>")
-    save_steps: int = flag(500, "save a checkpoint every so many updates; 0 is off", "[0, inf)")
+    save_steps: int = flag((25, 50), "checkpoint every so many updates; 0 is off", "[0, inf)")
     save_total_limit: int | None = flag(None, "checkpoints to keep, the latest", "(0, inf)")
     resume_from_checkpoint: str | None = flag(None, "a checkpoint, or latest: output_dir's, if any")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "a tracker")
@@ -284,7 +284,8 @@ def train(run: Run, train_set: tuple, held_out: tuple, log: RunLog, bar: tqdm) -
     due = lambda n: n > 0 and run.step > 0 and run.step % n < args.updates_per_rollout  # noqa: E731
     while True:
         interrupted = sum(gather_object([len(run.signals)])) > 0  # on any process
-        if interrupted or run.skipped >= 10 or due(args.save_steps):
+        last = args.save_steps > 0 and run.step == args.max_steps > 0
+        if interrupted or run.skipped >= 10 or due(args.save_steps) or last:
             save_checkpoint(run)
         if run.skipped >= 10:
             fail("loss or gradient was not finite in 10 updates in a row: lower --learning_rate")
@@ -365,8 +366,7 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
 
 @torch.no_grad()
 def score(run: Run, micros: list[Batch], metrics: dict) -> None:
-    """What the updates need beside the rollout: log-probs of the policy that sampled where it will
-    have moved, of the base where beta asks for them, and the tokens' credit."""
+    """What updates need beside the rollout: log-probs before the first, the base's, the credit."""
     args = run.args
     for micro in micros:
         with timed(metrics, "seconds_score"):
@@ -403,8 +403,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     loss, gap, clipped, cut, tokens, rows = accelerator.reduce(totals, "sum").tolist()
     learning_rate, finite = run.scheduler.get_last_lr()[0], math.isfinite(loss + float(norm))
     if finite:  # else one bad batch would end in NaN weights
-        run.optimizer.step()
-        run.scheduler.step()
+        run.optimizer.step(), run.scheduler.step()
     run.optimizer.zero_grad()
     run.skipped = 0 if finite else run.skipped + 1
     metrics = {"loss": loss, "grad_norm": float(norm), "learning_rate": learning_rate}
@@ -711,10 +710,12 @@ def check_model(run: Run, prompt: list[int]) -> None:
         batch.ids[:, -len(box) :], batch.loss_mask = torch.tensor(box), batch.mask
         batch.advantages = batch.rows + 1.0
         score(run, [batch], {})
-        training_forward(run, batch).sum().backward()
-        run.optimizer.zero_grad()
+        logps = (logp := training_forward(run, batch)), logp.detach()
+        loss, _ = policy_loss(run.args, batch, *logps, batch.mask)
+        assert loss.isfinite(), "the loss is not finite"
+        loss.backward(), run.optimizer.zero_grad()
     except Exception as error:  # whatever a family's code raises
-        if "memory" in str(error):
+        if "memory" in str(error) or name == TINY_POLICY:  # which runs: see your CREDIT region
             raise
         fail(f"{name} does not run here: {type(error).__name__}: {error}")
     if not gap < (1e-3 if run.args.dtype == "float32" else 0.1):  # NaN is not
@@ -762,7 +763,7 @@ def resume(run: Run) -> None:
     if not existing and Path(run.args.output_dir, "summary.json").exists():
         fail(f"{run.args.output_dir} holds a finished run: remove it, or change --output_dir")
     if asked is None or (asked == "latest" and not existing):
-        return
+        return asked and say(f"no checkpoint in {run.args.output_dir}: begins at step 0")
     folder = existing[-1] if asked == "latest" else asked
     trained = sorted(name for name, p in run.model.named_parameters() if p.requires_grad)
     try:
@@ -810,7 +811,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     how = {"formatter_class": type("Help", show, {}), "usage": "%(prog)s [flags]"}
     pairs = "Of a pair of defaults the first is the embedded policies', the second any other's."
     parser = transformers.HfArgumentParser(Args, description=__doc__, epilog=pairs, **how)
-    parser.error = fail  # argparse would print the whole usage first
+    parser.error, parser.allow_abbrev = fail, False  # argparse would print the whole usage first
     args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         fail(f"unknown flag {unknown[0]}: see --help (num_train_epochs: max_steps; bf16: dtype)")
@@ -892,8 +893,7 @@ def main() -> None:
         smaller = "a smaller --per_device_train_batch_size, --rollout_weights quantized"
         fail(f"out of memory: in this order, try --gradient_checkpointing True, {smaller}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.stdout.flush()
-        os._exit(0)  # gloo's threads have been seen to hang in their destructors
+        sys.stdout.flush(), os._exit(0)  # gloo's threads may hang in their destructors
 
 
 if __name__ == "__main__":

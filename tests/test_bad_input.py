@@ -96,6 +96,7 @@ FLAGS = [  # (command line, what the sentence must say)
     ("--seed", ["--seed", "expected"]),
     # what TRL's users type
     ("--num_train_epochs 3", ["flag --num_train_epochs:", "num_train_epochs: max_steps"]),
+    ("--learning_rat 1", ["flag --learning_rat:", "see --help"]),  # no prefix is a flag
     ("--logging_steps 1", ["flag --logging_steps:", "see --help"]),
     ("--bf16", ["flag --bf16:", "bf16: dtype"]),
     ("--bf16 True", ["flag --bf16:", "bf16: dtype"]),
@@ -150,6 +151,7 @@ OF_THE_MODEL = {  # the embedded policy's default, any other model's
     "learning_rate": (4e-3, 4e-5), "max_completion_length": (80, 512),
     "per_device_train_batch_size": (32, 8), "per_device_eval_batch_size": (200, 32),
     "gradient_checkpointing": (False, True), "max_steps": (45, 200), "warmup_steps": (3, 10),
+    "save_steps": (25, 50),
 }  # fmt: skip
 
 

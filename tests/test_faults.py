@@ -52,11 +52,28 @@ def test_an_update_that_is_not_finite_is_skipped(make_run, monkeypatch, where):
 def test_ten_in_a_row_stop_the_run_with_a_checkpoint(run_main, rows_of, monkeypatch, tmp_path):
     inner = trainer.policy_loss
     monkeypatch.setattr(trainer, "policy_loss", lambda *a: (inner(*a)[0] * torch.nan, inner(*a)[1]))
+    monkeypatch.setattr(trainer, "check_model", lambda *_: None)  # or it would not begin
     code, _, err = run_main(max_steps=20)
     assert code == 2 and "Traceback" not in err
     assert "not finite in 10 updates in a row" in err and "--learning_rate" in err
     assert [row["skipped_update"] for row in rows_of()] == [1] * 10
     assert (tmp_path / "out/checkpoint-10/state.pt").is_file()
+
+
+@pytest.mark.parametrize(
+    "scores, error",
+    [
+        (lambda _, micro, __: micro.masks, (AttributeError, "masks")),
+        (lambda _, micro, __: micro.entropy[:, 1:], (RuntimeError, "must match the size")),
+        (lambda _, micro, __: micro.entropy / 0 * 0, (AssertionError, "the loss is not finite")),
+        (lambda _, micro, __: -1 - micro.entropy, (AssertionError, "the loss is not finite")),
+    ],
+)
+def test_a_mistake_in_ones_own_credit_method_shows_its_line(run_main, monkeypatch, scores, error):
+    """Before the first rollout; the embedded policy runs, so that the mistake is not the model's."""
+    monkeypatch.setattr(trainer, "token_scores", scores)
+    with pytest.raises(error[0], match=error[1]):
+        run_main(credit="arca")
 
 
 def test_tokens_of_nan_logits_are_of_the_vocabulary():

@@ -105,6 +105,22 @@ def test_a_run_resumed_in_the_middle_is_the_same_run(run_main, tmp_path):
     assert code == 2 and len(errors) == 1 and "checkpoint-3 exists: add" in errors[0]
 
 
+def test_a_finished_run_goes_on_from_its_last_checkpoint(run_main, rows_of, tmp_path):
+    """Which is written at the end, whatever --save_steps; before it there is none to go on from."""
+    flags = SHORT | {"max_steps": 2, "save_steps": 500}
+    code, _, err = run_main(**flags, resume_from_checkpoint="latest")
+    assert code == 0 and "grpo_arca.py: no checkpoint in out: begins at step 0\n" in err
+    assert [path.name for path in trainer.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
+    code, _, err = run_main(**flags | {"max_steps": 3}, resume_from_checkpoint="latest")
+    assert code == 0 and "--max_steps was 2 before, now it is 3" in err
+    assert [row["step"] for row in rows_of()] == [1, 2, 3]
+    assert len(trainer.checkpoints(tmp_path / "out")) == 2
+    for none in ({"max_steps": 0}, {"max_steps": 1, "save_steps": 0}):
+        assert run_main(**flags | none | {"output_dir": "none"})[0] == 0
+        assert trainer.checkpoints(tmp_path / "none") == []
+        shutil.rmtree(tmp_path / "none")
+
+
 def test_a_signal_lets_the_rollout_end_and_saves(run_main, monkeypatch, tmp_path):
     inner = trainer.collect
 
