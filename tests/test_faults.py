@@ -70,7 +70,7 @@ def test_ten_in_a_row_stop_the_run_with_a_checkpoint(run_main, rows_of, monkeypa
     ],
 )
 def test_a_mistake_in_ones_own_credit_method_shows_its_line(run_main, monkeypatch, scores, error):
-    """Before the first rollout; the embedded policy runs, so that the mistake is not the model's."""
+    """Before the first rollout: the embedded policy runs, so it is not the model's."""
     monkeypatch.setattr(trainer, "token_scores", scores)
     with pytest.raises(error[0], match=error[1]):
         run_main(credit="arca")
