@@ -47,6 +47,7 @@ def start(folder, which: str, processes: int) -> dict[str, dict]:
 def compare_gradients(name: str, ours: list, whole: list) -> list[str]:
     """What is out of bounds, in words."""
     relative = 3e-4 if name.startswith("grpo_oar") else 1e-5
+    relative = 3e-5 if "divergence" in name else relative  # of log-probs that hardly differ
     faults = []
     for i, (a, b) in enumerate(zip(ours, whole, strict=True)):
         gap, largest = (a - b).abs().max().item(), b.abs().max().item()
