@@ -37,6 +37,8 @@ def assign_credit(run, micros: list, metrics: dict) -> None:
     """`collect` has done it; for the pages each token weighs the same."""
     for micro in micros:
         micro.weights = micro.mask.float()
+        if micro.credit is None:  # the check before the first rollout
+            micro.credit = micro.weights
 
 
 if __name__ == "__main__":
