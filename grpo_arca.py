@@ -231,7 +231,7 @@ class Batch:
     truncated: Tensor  # [B] bool: ended by the length limit, not by a stop token
     sampled_logp: Tensor  # [B, T] of the policy that sampled, as the decode loop saw them
     entropy: Tensor  # [B, T] nats, of the distributions that the tokens were drawn from
-    rewards: Tensor | None = None  # [B] weighted sum of the reward functions
+    rewards: Tensor | None = None  # [B] weighted sum of the reward functions, NaN of none
     advantages: Tensor | None = None  # [B]
     loss_mask: Tensor | None = None  # [B, T] bool: the tokens that are trained on
     update_tokens: float = 0.0  # of the loss: mean over the rollout's updates, all processes
@@ -332,10 +332,8 @@ def collect(run: Run, data: tuple, metrics: dict) -> tuple[Batch, dict[int, Prob
     u = row_uniforms(args, "rollout", run.rollout, rows, args.max_completion_length)
     batch = sample(run, rows, [prompts[i] for i in chosen], u)
     problem_of = {row: problems[i] for row, i in zip(rows.tolist(), chosen, strict=True)}
-    rewards = reward_batch(run, batch, list(problem_of.values()), metrics)
-    batch.rewards = torch.tensor(rewards, device=batch.ids.device)
-    rewards = torch.empty(total, device=batch.ids.device)
-    rewards[accelerator.gather(batch.rows)] = accelerator.gather(batch.rewards)
+    batch.rewards = reward_batch(run, batch, list(problem_of.values()), metrics)
+    rewards = accelerator.gather(batch.rewards)[accelerator.gather(batch.rows).argsort()]
     advantages = group_advantages(rewards.view(-1, args.num_generations), args.scale_rewards)
     advantages[advantages < 0] *= args.negative_weight
     batch.advantages = advantages.flatten()[batch.rows]
@@ -357,11 +355,14 @@ def micro_batches(args: Args, batch: Batch) -> list[list[Batch]]:
 
 
 def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
-    """Rewards [prompts, G] minus their group's mean, over a std (plus 1e-4); as TRL's."""
+    """Rewards [prompts, G] minus their group's mean, over a std (plus 1e-4), as TRL's; 0 of NaN."""
+    known = ~rewards.isnan()  # NaN: no reward function has judged it, so it counts nowhere
+    wider = ((known.shape[1] - 1) / (known.sum(1, keepdim=True) - 1)).sqrt()
+    rewards = rewards.where(known, rewards.nanmean(1, keepdim=True))
+    std = rewards[known].std() if scale_rewards == "batch" else rewards.std(1, keepdim=True) * wider
     centred = rewards - rewards.mean(1, keepdim=True)
-    std = rewards.std() if scale_rewards == "batch" else rewards.std(1, keepdim=True)
     centred = centred if scale_rewards == "none" else centred / (std + 1e-4)
-    return centred.masked_fill((rewards == rewards[:, :1]).all(1, keepdim=True), 0.0)
+    return centred.masked_fill((rewards == rewards[:, :1]).all(1, keepdim=True) | ~known, 0.0)
 
 
 @torch.no_grad()
@@ -818,8 +819,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     embedded = Path(args.model_name_or_path).resolve().parent == Path(TINY_POLICY).parent
     for name, place in ((f.name, f.metadata.get("metavar", "(-inf, inf)")) for f in fields(args)):
         if isinstance(value := getattr(args, name), tuple):
-            value = value[0 if embedded else 1]
-            setattr(args, name, value)
+            setattr(args, name, value := value[0 if embedded else 1])
         low, high = map(float, place[1:-1].split(","))
         if type(value) in (int, float) and not low < value < high:  # NaN is nowhere
             if (value, place[0]) != (low, "[") and (value, place[-1]) != (high, "]"):

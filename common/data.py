@@ -342,16 +342,16 @@ def grade_batch(run, batch, problems: Sequence[Problem]) -> list[float]:
     return correctness(run.grader, completions_of(run, batch)[1], problems)
 
 
-def reward_batch(run, batch, problems: Sequence[Problem], metrics: dict) -> list[float]:
-    """The weighted sum of the reward functions for each completion. None is `correctness`; the
-    others are given the columns that every problem has, and as `gold`, unless a column has that
-    name, the final answers. A function's NaN (TRL's None: not for this completion) counts neither
-    in the sum nor in its mean over all processes, which is written under TRL's name."""
+def reward_batch(run, batch, problems: Sequence[Problem], metrics: dict):
+    """The weighted sum [B] of the reward functions. None is `correctness`; the others are given the
+    columns that every problem has, and as `gold`, unless a column has that name, the final answers.
+    A function's NaN (TRL's None: not for this completion) counts neither in the sum, which is NaN
+    of nothing, nor in its mean over all processes, which is written under TRL's name."""
     ids, texts = completions_of(run, batch)
     shared = set.intersection(*(set(problem.columns) for problem in problems))
     columns = {"gold": [problem.answer for problem in problems]}
     columns |= {key: [problem.columns[key] for problem in problems] for key in shared}
-    prompts, sums = [problem.prompt for problem in problems], [0.0] * len(texts)
+    prompts, sums = [problem.prompt for problem in problems], [math.nan] * len(texts)
     for name, (function, weight) in run.reward_funcs.items():
         if function is None:
             values = correctness(run.grader, texts, problems)
@@ -360,7 +360,7 @@ def reward_batch(run, batch, problems: Sequence[Problem], metrics: dict) -> list
         given = [value for value in values if not math.isnan(value)]
         local = batch.sampled_logp.new_tensor([sum(given), len(given)])
         total, count = run.accelerator.reduce(local, "sum")
-        if count:
-            metrics[f"rewards/{name}/mean"] = (total / count).item()
-        sums = [s if math.isnan(v) else s + weight * v for s, v in zip(sums, values, strict=True)]
-    return sums
+        metrics |= {f"rewards/{name}/mean": (total / count).item()} if count else {}
+        pairs = zip(sums, values, strict=True)
+        sums = [s if math.isnan(v) else weight * v + (0 if math.isnan(s) else s) for s, v in pairs]
+    return batch.sampled_logp.new_tensor(sums)

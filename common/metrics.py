@@ -121,12 +121,12 @@ def rollout_metrics(run: Any, batch: Any, seconds: float) -> dict[str, float]:
     reward_timeouts: of all processes since they were started."""
     mask, rows = batch.mask, torch.ones_like(batch.rewards)
     averages = {
-        "reward": (batch.rewards, rows),
+        "reward": (batch.rewards.nan_to_num(), batch.rewards.isfinite()),
         "completion_length": (mask.sum(1), rows),
         "truncated_share": (batch.truncated, rows),
         "entropy": (batch.entropy, mask),
     }
-    result, gather = _means(run, [averages]), run.accelerator.gather
+    result, gather = {"reward": math.nan} | _means(run, [averages]), run.accelerator.gather
     advantages = gather(batch.advantages)[gather(batch.rows).argsort()]
     groups = advantages.view(-1, run.args.num_generations)
     result["reward_timeouts"] = gather(rows.new_tensor([run.grader.timeouts])).sum().item()
@@ -461,7 +461,7 @@ def credit_group(run: Any, micros: list, problems: dict[int, Problem]) -> list[d
     rights = None  # how many are right, where the reward is that and nothing else
     if list(run.reward_funcs) == [ACCURACY] and len(group) == size:
         rights = sum(batch.rewards[i].item() > 0 for batch, i in group)
-    group.sort(key=lambda member: -member[0].rewards[member[1]].item())
+    group.sort(key=lambda member: -member[0].rewards.nan_to_num(-math.inf)[member[1]].item())
     completions = [_facts(run, *member, problem) for member in group[:2] + group[2:][-2:]]
     alike = all(abs(token["weight"] - 1) <= 1e-6 for x in completions for token in x["tokens"])
     prompt = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]

@@ -289,7 +289,7 @@ def measure(
         for micro in others:
             micro.credit = micro.mask.float()
         found |= gradients(run, others, {NULL: token_coefficients(trainer, args, others)})
-    found["reward"] = rollout.rewards.mean()
+    found["reward"] = rollout.rewards.nanmean()
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(found, path.with_suffix(".partial"))
     path.with_suffix(".partial").rename(path)

@@ -139,7 +139,7 @@ def measure(job: tuple) -> str:
     run.rollout = batch
     rollout, _ = trainer.collect(run, data, {})
     if "squares" not in found:
-        found["reward"] = rollout.rewards.mean().cpu()
+        found["reward"] = rollout.rewards.nanmean().cpu()
         found["entropy"] = rollout.entropy[rollout.mask].mean().cpu()
         found["squares"] = squares(run, rollout)
     for key, method in methods.items():

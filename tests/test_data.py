@@ -1,6 +1,7 @@
 """The embedded task and its marks, data sets of every shape, the order of problems, prompts."""
 
 import json
+import math
 import random
 import re
 import time
@@ -669,7 +670,7 @@ def rewards(
     run.tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: texts)
     run.accelerator = SimpleNamespace(reduce=reduce)
     metrics = {}
-    return data.reward_batch(run, batch, problems, metrics), metrics
+    return data.reward_batch(run, batch, problems, metrics).tolist(), metrics
 
 
 def test_rewards_by_name(grader):
@@ -716,21 +717,23 @@ def test_a_reward_function_gets_the_final_answers(grader):
 def test_a_function_that_is_not_for_every_completion(grader, monkeypatch):
     """TRL's None, which `call_reward_func` returns as NaN: in no sum, and in no mean."""
     nan = float("nan")
-    values = {"some": [3.0, nan, nan], "none": [nan] * 3, "all": [1.0, 2.0, 3.0]}
+    values = {"some": [3.0, nan, 0.0], "none": [nan] * 3, "all": [1.0, 2.0, 3.0]}
     monkeypatch.setattr(data, "call_reward_func", lambda name, *_: values[name])
     problems, ids = [Problem("2 + 2?", "4")] * 3, [[1]] * 3
     got, metrics = rewards(grader, dict.fromkeys(values, len), [""] * 3, ids, problems)
     assert got == [1 * 3.0 + 3 * 1.0, 3 * 2.0, 3 * 3.0]
-    assert metrics == {"rewards/some/mean": 3.0, "rewards/all/mean": 2.0}
+    assert metrics == {"rewards/some/mean": 1.5, "rewards/all/mean": 2.0}
+    got, _ = rewards(grader, {"some": len, "none": len}, [""] * 3, ids, problems)
+    assert math.isnan(got[1]) and got[::2] == [3.0, 0.0]  # a 0 is a judgement
     got, metrics = rewards(grader, {"none": len}, [""] * 3, ids, problems)
-    assert (got, metrics) == ([0.0] * 3, {})
+    assert all(map(math.isnan, got)) and metrics == {}
 
     def reduce(value, how):  # the other process has 0.5 of one completion
         assert how == "sum"
         return value + torch.tensor([0.5, 1.0])
 
     got, metrics = rewards(grader, {"some": len}, [""] * 3, ids, problems, reduce)
-    assert metrics == {"rewards/some/mean": 1.75}
+    assert metrics == {"rewards/some/mean": pytest.approx(3.5 / 3)}
 
 
 def test_a_chat_gets_messages(grader):

@@ -17,6 +17,7 @@ from conftest import ROOT, TINY, random_batch, randomise_adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+from trl.trainer.utils import nanstd
 
 import grpo_arca as trainer
 from common.data import Problem, completions_of
@@ -468,6 +469,27 @@ def test_group_advantages_by_hand():
     assert torch.allclose(
         batch[0], torch.tensor([0.75, -0.25, -0.25, -0.25]) / (rewards.std() + 1e-4)
     )
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_completion_that_nothing_judged_counts_nowhere(scale):
+    """As TRL has it: the others of its group have the advantages they would have without it."""
+    nan = float("nan")
+    rewards = torch.tensor(
+        [[1.0, nan, 0, 0.3], [nan] * 4, [nan, nan, 0.7, nan], [0.7, nan, 0.7, 0.7]]
+    )
+    got = trainer.group_advantages(rewards, scale)
+    assert (got[1:] == 0).all() and got[0, 1] == 0
+    judged = torch.tensor([1.0, 0, 0.3])
+    centred = judged - judged.mean()
+    over = {"group": judged.std(), "batch": rewards[~rewards.isnan()].std()}
+    want = centred / (over[scale] + 1e-4) if scale in over else centred
+    torch.testing.assert_close(got[0, [0, 2, 3]], want)
+    # TRL 1.16's own lines
+    means = torch.nanmean(rewards, dim=1, keepdim=True)
+    std = nanstd(rewards) if scale == "batch" else nanstd(rewards, dim=1, keepdim=True)
+    theirs = rewards - means if scale == "none" else (rewards - means) / (std + 1e-4)
+    torch.testing.assert_close(got, torch.nan_to_num(theirs, nan=0.0), rtol=1e-5, atol=1e-3)
 
 
 def loss_and_gradient(args, batch, logp, old_logp, completions=None, tokens=None):
