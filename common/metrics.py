@@ -143,7 +143,7 @@ def credit_metrics(run: Any, micros: list) -> dict[str, float]:
     for batch in micros:
         stats, used = weight_stats(batch.weights, batch.mask), batch.advantages != 0
         pairs = {f"weight_{k}": (x.nan_to_num(0.0), x.isfinite() & used) for k, x in stats.items()}
-        if batch.base_logp is not None:
+        if len(batch.base_logp) > 0:
             to_base = torch.where(batch.loss_mask, batch.base_logp - batch.sampled_logp, 0.0)
             pairs["kl"] = (to_base.exp() - to_base - 1, batch.loss_mask)
         batches.append(pairs)

@@ -47,7 +47,7 @@ from common.metrics import (
     write_model_card,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EVAL = {"greedy_accuracy": 0.4, "sampled_accuracy": 0.35, "pass@4": 0.6}
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from common.data import Problem, first_error, parse_rows
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

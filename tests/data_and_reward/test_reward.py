@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":  # --bench; under pytest the configuration does this
     sys.path.insert(0, str(ROOT))
 

@@ -67,7 +67,7 @@ OTHER_BENCH = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import grpo_arca
 from common import SECONDS
 def parse_options(argv):

@@ -1,7 +1,7 @@
 """Makes the tiny policy beside this file: a Qwen3-shaped model that can do chain arithmetic, badly.
 
-    python -m common.tiny_policy.make          # seeded; about 25 minutes on 2 CPU cores
-    python -m common.tiny_policy.make --long   # common/long_policy from it: 2 to 8 operations
+    python results/make_policies.py          # seeded; about 25 minutes on 2 CPU cores
+    python results/make_policies.py --long   # common/long_policy from it: 2 to 8 operations
 
 It is trained first on right demonstrations and then on ones that drop a carry or a borrow more
 often than not, so that sampling solves about three in ten held-out problems: the skill is there,
