@@ -135,9 +135,7 @@ def unchanged(model: Any) -> AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def changes(
-    model: Any, policy: Any, micro: grpo_arca.Batch, patch: Patch
-) -> list[Tensor]:
+def changes(model: Any, policy: Any, micro: grpo_arca.Batch, patch: Patch) -> list[Tensor]:
     """Returns the adapter's change of the log-probs of all tokens [n], for each of SIZES."""
     logps = []
     for size in (0.0, *SIZES):
