@@ -14,11 +14,12 @@ and splits the advantage in proportion to that:
     w_t     = (alpha_t + 1e-8)^p / sum_k (alpha_k + 1e-8)^p
     A_t     = A_i * T_i * w_t                     so the mean of A_t over a completion is A_i
 
-The base is the model without an adapter, also where a run starts from an adapter: alpha then counts
-that adapter's move, too. The power p (--sharpening) is 1 in the paper's equation and 2 in its table. The paper's loss is
--mean_i A_i sum_t w_t log pi(y_t); the clipped ratio is ours, and changes nothing where it is 1.
---credit also offers the paper's baselines (surprisal, entropy_reduction and divergence) and three
-signals of ours: probability, and the two controls random and shuffled.
+The base is the model without an adapter. In a run that starts from an adapter, alpha therefore also
+counts how far that adapter has moved. The power p (--sharpening) is 1 in the paper's equation and 2
+in its table. The paper's loss is -mean_i A_i sum_t w_t log pi(y_t); the clipped ratio is ours, and
+changes nothing where it is 1. --credit also offers the paper's baselines (surprisal,
+entropy_reduction and divergence) and three signals of ours: probability, and the two controls
+random and shuffled.
 
 How to read this file: begin with the flags and with the method, which stands between the CREDIT
 marks. Then comes the training loop, `train`, and its steps: `collect`, `score` and `update`. The
