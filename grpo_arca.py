@@ -52,7 +52,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 # On import bitsandbytes warns about an AVX512 kernel, which `load_policy` turns off anyway.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -63,8 +63,6 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from huggingface_hub import snapshot_download
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils.integrations import dequantize_bnb_weight
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -73,6 +71,9 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 from transformers.utils import find_adapter_config_file
+
+if TYPE_CHECKING:  # functions import PEFT where they use it: --help need not wait for it
+    from peft import PeftModel
 
 SCRIPT = Path(__file__).resolve()
 if not (SCRIPT.parent / "common").is_dir():
@@ -1091,6 +1092,8 @@ def dense(model: PeftModel) -> Iterator[None]:
 
 def dense_forward(layer: Any, base_layer: Any) -> Callable[[Tensor], Tensor]:
     """Returns a forward function with a dense weight, and with the adapter if the layer has one."""
+    from peft.utils.integrations import dequantize_bnb_weight
+
     weight = dequantize_bnb_weight(base_layer.weight).to(base_layer.compute_dtype)
     bias = base_layer.bias
 
@@ -1272,6 +1275,8 @@ def check_weights(base: nn.Module, name: str, loading: dict[str, Any]) -> None:
 
 def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
     """Returns the model with a new LoRA adapter, or with the one that the run starts from."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
     if args.start_adapter is not None:
         return PeftModel.from_pretrained(base, args.start_adapter, is_trainable=True)
 
@@ -1622,6 +1627,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Keeps the docstring's layout, and shows both defaults where embedded policies differ."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
+        if action.default in (None, ""):
+            return action.help or ""  # which says what the default is
         text = super()._get_help_string(action) or ""
         embedded_default = EMBEDDED_DEFAULTS.get(action.dest, action.default)
         if embedded_default != action.default:
