@@ -209,7 +209,7 @@ def test_a_killed_reward_worker_is_said_once_and_replaced(run_main, rows_of, tmp
         while not killed and threading.main_thread().is_alive():
             for child in psutil.Process().children():
                 with contextlib.suppress(psutil.Error):  # a child that has just ended
-                    if "reward.py" in str(child.cmdline()):
+                    if "grading_worker.py" in str(child.cmdline()):
                         time.sleep(0.2)  # it starts, or grades
                         child.kill()
                         killed.append(child.pid)
