@@ -1,54 +1,67 @@
 """GRPO with OAR token credit on a QLoRA policy, in one file.
 
     accelerate launch grpo_oar.py                         # embedded tiny policy and task, on a CPU
-    accelerate launch grpo_oar.py --credit oar_p          # a forward for every token
+    accelerate launch grpo_oar.py --credit oar_p          # one more forward pass for every token
     accelerate launch grpo_oar.py --credit uniform        # plain GRPO, the baseline
     accelerate launch grpo_oar.py --model_name_or_path Qwen/Qwen3-1.7B --dataset_name openai/gsm8k
 
-OAR (Outcome-grounded Advantage Reshaping, arXiv 2601.07408) asks of every reasoning token how much
-the final answer hangs on it. The policy reads prompt, reasoning and a conclude string that asks for
-the answer again; p is its distribution of the answer there.
+GRPO (arXiv 2402.03300) samples a group of completions for each prompt. The advantage A_i of a
+completion is its reward minus the group's mean, over the group's standard deviation, and each of
+its tokens receives the same advantage. OAR (Outcome-grounded Advantage Reshaping, ACL 2026, arXiv
+2601.07408) measures how much the final answer depends on each of the L reasoning tokens. The policy
+reads the prompt, the reasoning and a conclude string, which asks for the answer again; p is its
+distribution of the answer at that place.
 
     OAR-P   I_t = KL(p || p with token t replaced by the pad token)
-    OAR-G   I_t = | <dJ / d embed_t, embed_t> |,  one backward for all t
-            J   = KL(p || p with N(0, 1e-3^2) added to the reasoning's embeddings)
-    n = minmax(log1p(I)),  tau = quantile(n, q)
-    w_t = max(n_t / tau, floor) where n_t < tau, else 1 + beta * (n_t - tau) / (1 - tau)
-    A_t = A_i * w_t * L / sum(w)                 so the mean over the L reasoning tokens is A_i
+    OAR-G   I_t = | <dJ / d embed_t, embed_t> |, one backward pass for all t, where
+            J   = KL(p || p with N(0, 1e-3^2) added to the embeddings of the reasoning)
 
-Scores and gating are those of the authors' code (Valsure/Outcome-Grounded-Advantage-Reshaping), but
-for three things: p is at the sampling temperature, a rollout is scored once, and the answer is the
-completion's own last \\boxed{}. A RECONSTRUCTION of what is not released: the conclude string, and
-the reasoning, every token before the box's content. Other tokens weigh 1, and so do those of a
-completion without an answer (no_answer_share) or with advantage 0.
+Low scores are damped and high ones raised. With n = minmax(log1p(I)) and tau = quantile(n, q),
 
-Read from the top: flags, the method (between the CREDIT marks), the loop `train` and its steps
-`collect`, `score`, `update`; then the engine room. All but the method is the same in every script.
-Shapes: B completions of a micro-batch, of P prompt tokens (padded on the left) and T completion
-tokens (padded on the right); V words in the vocabulary, H hidden units, G completions a prompt.
+    w_t = max(n_t / tau, floor)                       where n_t < tau
+    w_t = 1 + beta * (n_t - tau) / (1 - tau)          elsewhere
+    A_t = A_i * w_t * L / sum_k w_k                   so the mean of A_t over the reasoning is A_i
+
+Tokens outside the reasoning have weight 1. So have all tokens of a completion without an answer
+(the metric no_answer_share counts those) or without an advantage.
+
+Scores and weights are those of the authors' code (Valsure/Outcome-Grounded-Advantage-Reshaping),
+with three differences: p is at the sampling temperature, each rollout is scored once, and the
+answer is the content of the completion's own last \\boxed{}. Two parts are not released, so they
+are a RECONSTRUCTION: the conclude string, and what counts as reasoning (here: every token before
+the content of the box).
+
+How to read this file: begin with the flags and with the method, which stands between the CREDIT
+marks. Then comes the training loop, `train`, and its steps: `collect`, `score` and `update`. The
+rest is machinery: sampling, the policy, set-up, checkpoints and the command line. Everything
+outside the CREDIT marks is the same in every grpo_*.py script.
+
+Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
+on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import hashlib
 import importlib.util
+import itertools
 import logging
 import math
 import os
-import shlex
 import shutil
 import signal
 import sys
 import warnings
 import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # `load_policy` needs no AVX512 kernel
+# On import bitsandbytes warns about an AVX512 kernel, which `load_policy` turns off anyway.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 import torch
 import torch.nn.functional as F
@@ -65,121 +78,199 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
-SCRIPT, CUDA = Path(__file__).resolve(), torch.cuda.is_available()
-DTYPE = "bfloat16" if CUDA else "float32"
-LAUNCHER = os.getppid() if "ACCELERATE_MIXED_PRECISION" in os.environ else os.getpid()
-(SCRIPT.parent / "common").is_dir() or sys.exit(f"copy common/ to {SCRIPT.parent}, too")
+SCRIPT = Path(__file__).resolve()
+if not (SCRIPT.parent / "common").is_dir():
+    sys.exit(f"copy common/ to {SCRIPT.parent}, too")
 
 from common.data import DataError, Problem, grade_batch, load_data, problem_at, reward_batch
-from common.metrics import RunLog, credit_metrics, eval_metrics, hints, log_completions, stock_gap
-from common.metrics import credit_group, introduction, report_run, rollout_metrics, start_log, timed
+from common.metrics import (
+    RunLog,
+    credit_group,
+    credit_metrics,
+    eval_metrics,
+    hints,
+    introduction,
+    log_completions,
+    report_run,
+    rollout_metrics,
+    start_log,
+    stock_gap,
+    timed,
+)
 from common.reward import Grader, RewardError, load_reward_funcs
 
+CUDA = torch.cuda.is_available()
+DEFAULT_DTYPE = "bfloat16" if CUDA else "float32"
 TINY_POLICY = str(SCRIPT.parent / "common/tiny_policy")
-SCHEDULES = Literal["cosine", "linear", "constant", "constant_with_warmup"]
-ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # that this cannot run on
+
+MAX_SKIPPED_UPDATES = 10  # in a row, before the run ends
+STOP_CHECK_INTERVAL = 8  # tokens between checks for ended completions; a check waits for the GPU
+SHRINK_AT = 0.75  # share of unfinished rows at which dropping the others is worth the copying
+LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
+MAX_MESSAGE_LENGTH = 600  # characters
+
+ProblemSet = tuple[list[Problem], list[list[int]]]  # problems, and their prompts as token ids
 
 
-def flag(default, help: str, interval: str | None = None):
-    """A field of `Args`. Of two defaults, one is the embedded policy's, one any other model's."""
-    if type(default[0] if isinstance(default, tuple) else default) in (int, float):
-        interval = interval or "(0, inf)"
-    metadata = {"help": help} | ({"metavar": interval} if interval else {})  # argparse's names
+# ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
+@dataclass(frozen=True)
+class NumberRange:
+    """The numbers that a flag accepts. NaN and infinity are in no range."""
+
+    above: float = -math.inf
+    at_least: float = -math.inf
+    below: float = math.inf
+    at_most: float = math.inf
+
+    def __contains__(self, number: float) -> bool:
+        return self.above < number < self.below and self.at_least <= number <= self.at_most
+
+    def __str__(self) -> str:
+        limits = {name: limit for name, limit in asdict(self).items() if math.isfinite(limit)}
+        words = [f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items()]
+        return f"({', '.join(words)})"
+
+
+def flag(default: Any, help: str, **limits: float) -> Any:
+    """Declares a flag: its default, its help text and, for a number, the limits of its range."""
+    metadata: dict[str, Any] = {"help": help}  # arguments of argparse's add_argument
+    if limits:
+        metadata["metavar"] = NumberRange(**limits)  # which --help prints
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-# ---- Flags: TRL's names and meanings where TRL has the thing -------------------------------------
 @dataclass
 class Args:
+    """The flags. Their defaults suit an ordinary model; see also EMBEDDED_DEFAULTS below."""
+
     # model
-    model_name_or_path: str = flag(TINY_POLICY, "Hub id or folder; the embedded policy by default")
+    model_name_or_path: str = flag(TINY_POLICY, "Hub id or folder; default: the embedded policy")
     model_revision: str = flag("main", "branch, tag or commit of a Hub model")
-    load_in_4bit: bool = flag(True, "quantise the base to NF4 with double quantisation")
-    dtype: Literal["bfloat16", "float32"] = flag(DTYPE, "of all but NF4; bfloat16 on a GPU")
-    lora_r: int = flag((8, 32), "rank of the adapter")
-    lora_alpha: int = flag((16, 32), "the adapter is scaled by lora_alpha / lora_r")
-    lora_dropout: float = flag(0.0, "dropout before the adapter, in training only", "[0, 1)")
+    load_in_4bit: bool = flag(True, "quantize the base to NF4 with double quantization")
+    dtype: Literal["bfloat16", "float32"] = flag(DEFAULT_DTYPE, "precision of all but NF4 weights")
+    lora_r: int = flag(32, "rank of the adapter", at_least=1)
+    lora_alpha: int = flag(32, "the adapter is scaled by lora_alpha / lora_r", at_least=1)
+    lora_dropout: float = flag(0.0, "dropout before the adapter in training", at_least=0, below=1)
     lora_target_modules: list[str] = flag(["all-linear"], "linear layers that get an adapter")
     # data and reward
     dataset_name: str = flag("chain_arithmetic", "embedded, Hub id, or .jsonl/.json/.csv/.parquet")
-    dataset_config: str | None = flag(None, "of a Hub data set; embedded: operations, 2 to 8")
+    dataset_config: str | None = flag(None, "of a Hub data set; embedded: 2 to 8 operations")
     dataset_train_split: str = flag("train", "split to train on")
     dataset_test_split: str = flag("test", "split to evaluate on")
-    eval_dataset_name: str | None = flag(None, "evaluate on this set instead of the test split")
+    eval_dataset_name: str | None = flag(None, "evaluate on this data set, not on the test split")
     prompt_column: str | None = flag(None, "column of the problem, if not problem|question|prompt")
     answer_column: str | None = flag(None, "column of the gold answer, if not answer|solution")
     system_prompt: str | None = flag(None, "system message before every problem")
     chat_template_kwargs: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
-    reward_funcs: list[str] = flag(["accuracy_reward"], "that, or module.function of your own")
+    reward_funcs: list[str] = flag(["accuracy_reward"], "this, or module.function of your own")
     reward_weights: list[float] | None = flag(None, "weight of each reward function; default 1")
     # rollout
-    num_generations: int = flag(8, "completions per prompt: the group G", "[2, inf)")
-    max_completion_length: int = flag((80, 512), "longest completion in tokens")
-    temperature: float = flag(1.0, "sampling temperature, also of the trained log-probs")
-    top_p: float = flag(1.0, "sample from the smallest set with this mass; 1 is off", "(0, 1]")
-    top_k: int = flag(0, "sample from this many likeliest tokens; 0 is off", "[0, inf)")
-    rollout_weights: Literal["dense", "quantized"] = flag("dense", "copy of the base | its NF4")
-    # batch: prompts a step = batch size * accumulation * processes / num_generations
-    per_device_train_batch_size: int = flag((32, 8), "completions of a micro-batch")
-    gradient_accumulation_steps: int = flag(4, "micro-batches per update")
-    steps_per_generation: int | None = flag(None, "per rollout; default one update", "(0, inf)")
-    num_iterations: int = flag(1, "times each rollout is trained on (mu)")
-    gradient_checkpointing: bool = flag((False, True), "recompute: less memory, no shared prompts")
-    torch_compile: bool = flag(False, "compile decoder layers: minutes of warm-up, faster training")
+    num_generations: int = flag(8, "completions per prompt: the group size G", at_least=2)
+    max_completion_length: int = flag(512, "longest completion in tokens", at_least=1)
+    temperature: float = flag(1.0, "sampling temperature, also of trained log-probs", above=0)
+    top_p: float = flag(
+        1.0, "sample from the smallest set of this mass; 1: off", above=0, at_most=1
+    )
+    top_k: int = flag(0, "sample from this many likeliest tokens; 0 is off", at_least=0)
+    rollout_weights: Literal["dense", "quantized"] = flag("dense", "weights: a dense copy | NF4")
+    # batch: prompts per step = batch size * accumulation * processes / num_generations
+    per_device_train_batch_size: int = flag(8, "completions in a micro-batch", at_least=1)
+    gradient_accumulation_steps: int = flag(4, "micro-batches per update", at_least=1)
+    steps_per_generation: int = flag(
+        0, "micro-batches per rollout; 0: those of one update", at_least=0
+    )
+    num_iterations: int = flag(1, "times that each rollout is trained on (mu)", at_least=1)
+    gradient_checkpointing: bool = flag(True, "recompute: less memory, no shared prompts")
+    torch_compile: bool = flag(False, "compile decoder layers: minutes of warm-up, then faster")
     # objective
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag("grpo", "per completion | batch | max len")
-    scale_rewards: Literal["group", "batch", "none"] = flag("group", "std the advantage is over")
-    negative_weight: float = flag(1.0, "of advantages below 0; 0: learn from the rest", "[0, inf)")
-    epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon")
-    epsilon_high: float | None = flag(None, "and above 1 + this; default epsilon", "[0, inf)")
-    beta: float = flag(0.0, "weight of the k3 KL to the base (adapter disabled)", "[0, inf)")
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag(
+        "grpo", "divide by each completion's length | by the batch's tokens | by the longest length"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = flag(
+        "group", "divide advantages by the standard deviation of rewards in the group | batch"
+    )
+    negative_weight: float = flag(1.0, "scales advantages below 0; 0 ignores them", at_least=0)
+    epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon", above=0)
+    epsilon_high: float | None = flag(None, "and above 1 + this; default: epsilon", at_least=0)
+    beta: float = flag(0.0, "weight of the k3 KL to the base (adapter disabled)", at_least=0)
     mask_truncated_completions: bool = flag(False, "leave unfinished completions out of the loss")
     # === CREDIT ===
     credit: Literal["oar_g", "oar_p", "uniform", "random", "shuffled"] = flag(
-        "oar_g", "OAR by gradient | by perturbation | plain GRPO | controls with OAR-G's weights"
+        "oar_g",
+        "OAR by gradient | by perturbation | plain GRPO | two controls with OAR-G's weights",
     )
-    oar_quantile: float = flag(0.25, "q: scores below this quantile are damped", "[0, 1]")
-    oar_beta: float = flag(1.0, "what the largest score adds to a weight of 1", "[0, inf)")
-    oar_floor: float = flag(0.1, "the smallest weight, before the mass is kept", "[0, 1]")
+    oar_quantile: float = flag(
+        0.25, "q: scores below this quantile are damped", at_least=0, at_most=1
+    )
+    oar_beta: float = flag(1.0, "how much the largest score adds to a weight of 1", at_least=0)
+    oar_floor: float = flag(
+        0.1, "smallest weight, before they are scaled to mean 1", at_least=0, at_most=1
+    )
     oar_keep_mass: bool = flag(True, "scale the weights to mean 1 over the reasoning")
     oar_answer_mode: Literal["auto", "last", "answer_mean", "answer_joint"] = flag(
         "auto", "first answer token (auto of oar_p) | mean logits (of oar_g) | mean log-prob"
     )
-    oar_noise_std: float = flag(1e-3, "OAR-G: std of the noise on the reasoning's embeddings")
+    oar_noise_std: float = flag(
+        1e-3, "OAR-G: deviation of the noise on the reasoning's embeddings", above=0
+    )
     score_in_fp32: bool = flag(True, "OAR-G; else in --dtype: faster, but bf16 loses the ranks")
     oar_conclude: str = flag("\nThe final answer is \\boxed{", "asks for the answer again")
-    oar_max_tokens_per_micro_batch: int = flag(16384, "OAR-P: rows x length of one forward")
+    oar_max_tokens_per_micro_batch: int = flag(
+        16384, "OAR-P: rows x length of one forward", at_least=1
+    )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.oar_answer_mode == "auto":
             self.oar_answer_mode = "last" if self.credit == "oar_p" else "answer_mean"
 
     # === END CREDIT ===
-    # optimiser
-    learning_rate: float = flag((4e-3, 4e-5), "AdamW's peak; see README for where it is from")
-    weight_decay: float = flag(0.0, "AdamW's weight decay", "[0, inf)")
-    warmup_steps: int = flag((3, 10), "updates of linear warm-up to the peak", "[0, inf)")
-    lr_scheduler_type: SCHEDULES = flag("cosine", "after the warm-up (which constant has not)")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0 is off", "[0, inf)")
-    max_steps: int = flag((45, 200), "updates; 0 evaluates and stops", "[0, inf)")
-    seed: int = flag(1, "of the adapter, the data order and every sample", "[0, 4294967296)")
+    # optimizer
+    learning_rate: float = flag(4e-5, "AdamW's peak rate; the README has its source", above=0)
+    weight_decay: float = flag(0.0, "AdamW's weight decay", at_least=0)
+    warmup_steps: int = flag(10, "updates of linear warm-up to the peak rate", at_least=0)
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
+        "cosine", "schedule after the warm-up (constant has no warm-up)"
+    )
+    max_grad_norm: float = flag(1.0, "clip gradients to this norm; 0 is off", at_least=0)
+    max_steps: int = flag(200, "updates; 0 only evaluates", at_least=0)
+    seed: int = flag(1, "seed of adapter, data order and samples", at_least=0, below=2**32)
     # evaluation and output
-    eval_steps: int = flag(25, "evaluate every so many updates; 0: first and last", "[0, inf)")
-    max_eval_samples: int = flag(200, "held-out problems")
-    num_generations_eval: int = flag(4, "samples per held-out problem")
-    per_device_eval_batch_size: int = flag((200, 32), "completions generated at once")
-    output_dir: str | None = flag(None, "default runs/<script>-<credit>-<seed>")
-    save_steps: int = flag((25, 50), "checkpoint every so many updates; 0 is off", "[0, inf)")
-    save_total_limit: int | None = flag(None, "checkpoints to keep, the latest", "(0, inf)")
-    resume_from_checkpoint: str | None = flag(None, "a checkpoint, or latest: output_dir's, if any")
-    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "a tracker")
-    run_name: str | None = flag(None, "of the tracker's run and in titles; default output_dir's")
+    eval_steps: int = flag(25, "updates between evaluations; 0: first and last", at_least=0)
+    max_eval_samples: int = flag(200, "held-out problems", at_least=1)
+    num_generations_eval: int = flag(4, "samples per held-out problem", at_least=1)
+    per_device_eval_batch_size: int = flag(32, "completions generated at once", at_least=1)
+    output_dir: str = flag("", "default: runs/<script>-<credit>-<seed>")
+    save_steps: int = flag(50, "updates between checkpoints; 0 is off", at_least=0)
+    save_total_limit: int | None = flag(None, "keep only this many checkpoints", at_least=1)
+    resume_from_checkpoint: str | None = flag(None, "a checkpoint, or latest: the newest, if any")
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "tracker")
+    run_name: str = flag("", "name in the tracker and in titles; default: output_dir's")
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """The number of updates in one pass over a rollout."""
+        return self.steps_per_generation // self.gradient_accumulation_steps
 
     @property
     def updates_per_rollout(self) -> int:
-        return self.num_iterations * self.steps_per_generation // self.gradient_accumulation_steps
+        """The number of updates in all passes over a rollout."""
+        return self.num_iterations * self.updates_per_iteration
+
+
+EMBEDDED_DEFAULTS = {  # used instead for the tiny policies in common/
+    "lora_r": 8,
+    "lora_alpha": 16,
+    "max_completion_length": 80,
+    "per_device_train_batch_size": 32,
+    "gradient_checkpointing": False,
+    "learning_rate": 4e-3,
+    "warmup_steps": 3,
+    "max_steps": 45,
+    "per_device_eval_batch_size": 200,
+    "save_steps": 25,
+}
 
 
 # === CREDIT ===
@@ -189,183 +280,68 @@ from typing import NamedTuple
 from common.metrics import control_weights
 from common.reward import boxed_span
 
-
-def answer_span(tokenizer, ids: list[int]) -> tuple[int, int] | None:
-    """Tokens [begin, end) of a completion that hold its last boxed answer; None without one. Found
-    in the sampled tokens, by bisection on decoded prefixes: the tokenizer might cut the text
-    elsewhere, and a token of a byte-level one need not be whole characters."""
-
-    def decode(count: int) -> str:
-        return tokenizer.decode(ids[:count], skip_special_tokens=True)
-
-    def tokens_for(chars: int, least: int) -> int:
-        reached = lambda count: decode(count).startswith(text[:chars])  # noqa: E731
-        return bisect.bisect_left(range(len(ids)), True, least, key=reached)
-
-    text = decode(len(ids))
-    start, end = boxed_span(text) or (0, 0)  # characters
-    if not text[start:end].strip():  # an empty box is no answer
-        return None
-    begin = tokens_for(start, 0)
-    begin -= len(decode(begin)) > start  # a token such as `{\` also begins the answer
-    return begin, tokens_for(end, begin)
-
-
-class Probes(NamedTuple):
-    """What n completions' scores are computed on, padded as their micro-batch."""
-
-    rows: tuple[int, ...]  # of the micro-batch
-    ids: Tensor  # [n, N] prompt, reasoning, conclude string, answer without its last token
-    attention: Tensor  # [n, N] 1 or 0
-    reasoning: Tensor  # [n, N] bool
-    answers: Tensor  # [n, A] their tokens (-1: nothing); the first alone for `last`
-    places: Tensor  # [n, A] the columns that predict them, from the end
-
-
-@contextlib.contextmanager
-def in_fp32(run: Run):
-    """The policy as a module that, while inside, computes in fp32 with the weights that it has."""
-    layers = [m for m in run.model.modules() if hasattr(m, "compute_dtype")]
-    rounded = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
-    for inside, dtype in (True, torch.float32), (False, getattr(torch, run.args.dtype)):
-        for layer in layers:
-            layer.compute_dtype = dtype
-        for parameter in rounded:  # bf16 to fp32 and back loses nothing
-            parameter.data = parameter.data.to(dtype)
-        if inside:
-            yield Policy(run.model, run.args.temperature)  # not Accelerate's, with its autocast
-
-
-def find_probes(run: Run, micro: Batch, rows: list[int]) -> Probes | None:
-    """Of those completions among `rows` that have reasoning to share an advantage among."""
-    width, found = micro.prompt_width, []
-    conclude = run.tokenizer.encode(run.args.oar_conclude, add_special_tokens=False)
-    context = getattr(run.model.config, "max_position_embeddings", None) or sys.maxsize
-    for row in rows:
-        completion = micro.ids[row, width:][micro.mask[row]].tolist()
-        begin, end = answer_span(run.tokenizer, completion) or (0, 0)
-        answer = completion[begin : begin + 1 if run.args.oar_answer_mode == "last" else end]
-        text = completion[:begin] + conclude + answer[:-1]
-        if 0 < begin and int(micro.attention[row, :width].sum()) + len(text) <= context:
-            found.append((row, [begin], text, answer, range(len(text) - len(answer), len(text))))
-    if not found:
-        return None
-    rows, *columns = zip(*found)
-
-    def pad(lists) -> Tensor:  # -1 where nothing is
-        tensors = [torch.tensor(values, device=micro.ids.device) for values in lists]
-        return pad_sequence(tensors, batch_first=True, padding_value=-1)
-
-    begins, texts, answers, places = map(pad, columns)
-    ids = torch.cat((micro.ids[rows, :width], texts.clamp(min=0)), 1)
-    attention = torch.cat((micro.attention[rows, :width], texts >= 0), 1).long()
-    place = torch.arange(ids.shape[1], device=ids.device) - width
-    reasoning = (place >= 0) & (place < begins)
-    return Probes(rows, ids, attention, reasoning, answers, places - texts.shape[1])
-
-
-def answer_logp(run: Run, probes: Probes, rows: Tensor, tokens: Tensor, cache=None) -> Tensor:
-    """Log-probs [m, V] of the answers of m rows, by a forward of their last columns [m, M] (or
-    embeddings [m, M, H]); for answer_joint the answers' mean [m, 1]. The mean logits are those of
-    the mean state, as the head is linear. Float64: OAR-G differentiates the difference of two."""
-    base, joint = run.model.get_base_model(), run.args.oar_answer_mode == "answer_joint"
-    hidden = hidden_states(base, tokens, probes.attention[rows], cache)
-    real, every = probes.answers[rows] >= 0, torch.arange(len(tokens))[:, None]
-    hidden = hidden[every, torch.where(real, probes.places[rows], -1)]  # [m, A, H]
-    count = real.sum(1, keepdim=True)
-    logits = head_logits(base, hidden if joint else (hidden * real[..., None]).sum(1) / count)
-    logp = (logits.double() / run.args.temperature).log_softmax(-1)
-    if not joint:
-        return logp
-    logp = logp.gather(2, probes.answers[rows].clamp(min=0)[..., None]).squeeze(2)  # [m, A]
-    return (logp * real).sum(1, keepdim=True) / count
-
-
-def outcome_shift(clean: Tensor, changed: Tensor) -> Tensor:
-    """How far the answer moved [n]: KL of two `answer_logp`, or for answer_joint the drop."""
-    shift = clean - changed
-    return shift.squeeze(1) if clean.shape[1] == 1 else (clean.exp() * shift).sum(1)
-
-
-def cut(cache: DynamicCache, rows: Tensor, columns: int) -> DynamicCache:
-    """What a cache holds of those rows and of the first columns."""
-    past = [(x.keys[rows, :, :columns], x.values[rows, :, :columns]) for x in cache.layers]
-    return DynamicCache(past)
-
-
-def perturbation_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int]:
-    """OAR-P [n, N], and the tokens computed. A forward replaces a reasoning token and starts at its
-    column: those before it are in the cache of the clean one. Four columns go together."""
-    ids, width, cache = probes.ids, micro.prompt_width, DynamicCache()
-    if any(DynamicCache(config=run.model.config).is_linear):
-        raise ValueError("oar_p needs a cache that can be cut at a token: use oar_g")
-    clean = answer_logp(run, probes, torch.arange(len(ids)), ids, cache)
-    scores, computed = torch.zeros(ids.shape, dtype=clean.dtype, device=ids.device), ids.numel()
-    most = max(1, run.args.oar_max_tokens_per_micro_batch // ids.shape[1])
-    for first in range(width, width + int(probes.reasoning.sum(1).max()), 4):
-        inside = probes.reasoning[:, first : first + 4].nonzero(as_tuple=True)
-        for rows, offsets in zip(*(index.split(most) for index in inside)):
-            tokens = ids[rows, first:]  # a copy
-            tokens[torch.arange(len(rows)), offsets] = run.tokenizer.pad_token_id
-            changed = answer_logp(run, probes, rows, tokens, cut(cache, rows, first))
-            scores[rows, first + offsets] = outcome_shift(clean[rows], changed).clamp(min=0)
-            computed += tokens.numel()
-    return scores, computed
-
-
-def gradient_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int]:
-    """OAR-G [n, N], and the tokens computed forward; half as many go backward. The gradient is 0
-    without noise. `autograd.grad` writes to no parameter's .grad and runs none of DDP's hooks."""
-    for layer in run.model.modules():  # to checkpoint layers; what is in them drops nothing out
-        layer.training = getattr(layer, "gradient_checkpointing", False)
-    width, every = micro.prompt_width, torch.arange(len(probes.rows))
-    cache = prompt_cache(run.model, probes.ids[:, :width], probes.attention[:, :width])
-    start = width if cache else 0
-    embeds = run.model.get_input_embeddings()(probes.ids[:, start:])  # [n, M, H]
-    noise = torch.zeros_like(embeds)  # of the reasoning, a function of the row alone
-    for i, (row, reasoning) in enumerate(zip(probes.rows, probes.reasoning[:, start:])):
-        place = divmod(int(micro.rows[row]), run.args.num_generations)
-        stream = random_stream(run.args.seed, "oar_noise", run.rollout, *place)
-        drawn = torch.randn(int(reasoning.sum()), embeds.shape[2], generator=stream)
-        noise[i, reasoning] = run.args.oar_noise_std * drawn.to(noise)
-    clean = answer_logp(run, probes, every, embeds, cache and cut(cache, every, start))
-    with torch.enable_grad():
-        noisy = (embeds + noise).requires_grad_()
-        changed = answer_logp(run, probes, every, noisy, cache)
-        (gradient,) = torch.autograd.grad(outcome_shift(clean, changed).sum(), noisy)
-    scores = (gradient * embeds).sum(-1).abs()
-    return F.pad(scores, (start, 0)), 2 * scores.numel()
+COLUMNS_PER_CUT = 4  # OAR-P: columns of tokens that are perturbed over the same part of the cache
 
 
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
-    """How much the answer hangs on each token [B, T], -1 where that is not asked."""
-    args, scores = run.args, torch.full_like(micro.entropy, -1.0)
+    """Returns how much the answer depends on each token [B, T]; -1 where that is not asked."""
+    args = run.args
     rows = [] if args.credit == "uniform" else micro.advantages.nonzero().flatten().tolist()
-    probes, counts = find_probes(run, micro, rows), [len(rows), 0, 0]
+    probes = find_probes(run, micro, rows)
+    scores = torch.full_like(micro.entropy, -1.0)
+    probed_rows = 0
+    forward_tokens = 0
+
     if probes is not None:
-        small = args.rollout_weights == "quantized"
-        if args.credit == "oar_p":  # many forwards, of changes that bf16 does not drown
-            copy = contextlib.nullcontext() if small else dense(run.model)
-            with copy, run.accelerator.autocast():
-                found, counts[2] = perturbation_scores(run, micro, probes)
-        else:  # a dense copy in fp32 only where rollouts have it, too
-            small = small or args.dtype != "float32"
-            exact = in_fp32(run) if args.score_in_fp32 else run.accelerator.autocast()
-            with exact, contextlib.nullcontext() if small else dense(run.model):
-                found, counts[2] = gradient_scores(run, micro, probes)
-        for values, row, reasoning in zip(found, probes.rows, probes.reasoning):
-            scores[row, : int(reasoning.sum())] = values[reasoning].to(scores.dtype)
-        counts[1] = len(probes.rows)
-    metrics["credit_counts"] = metrics.get("credit_counts", 0) + torch.tensor(counts)
+        if args.credit == "oar_p":
+            probe_scores, forward_tokens = perturbation_scores(run, micro, probes)
+        else:
+            probe_scores, forward_tokens = gradient_scores(run, micro, probes)
+        probed_rows = len(probes.rows)
+        for i, row in enumerate(probes.rows):
+            reasoning_scores = probe_scores[i, probes.reasoning[i]]
+            scores[row, : len(reasoning_scores)] = reasoning_scores.to(scores.dtype)
+
+    counts = torch.tensor([len(rows), probed_rows, forward_tokens])
+    metrics["credit_counts"] = metrics.get("credit_counts", 0) + counts
     return scores
 
 
-def gate(args: Args, scores: Tensor, reasoning: Tensor) -> Tensor:
-    """Scores >= 0 and the reasoning's mask, both [B, T], to weights [B, T]; 1 outside the mask, and
-    where all scores are equal. The 1e-8 are the authors'."""
+def assign_credit(run: Run, micros: list[Batch], metrics: dict) -> None:
+    """Turns the scores of a rollout into weights, and logs what the scores cost."""
+    args = run.args
+    for micro in micros:
+        reasoning = micro.mask & (micro.scores >= 0)
+        weights = reshape_scores(args, micro.scores.clamp(min=0), reasoning)
+        if args.credit in ("random", "shuffled"):
+            length = micro.mask.shape[1]
+            uniforms = row_uniforms(args, "credit", run.rollout, micro.rows, length)
+            uniforms = uniforms.to(weights.device)
+            weights = control_weights(args.credit, weights, reasoning, uniforms)
+        micro.credit = weights * micro.mask
+        micro.weights = micro.credit
+
+    counts = metrics.pop("credit_counts").to(run.accelerator.device)
+    asked, probed, forward_tokens = run.accelerator.reduce(counts, "sum").tolist()
+    metrics["no_answer_share"] = (asked - probed) / max(asked, 1)
+    metrics["credit_forward_tokens"] = forward_tokens
+
+
+def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the log importance weight and the advantage of each token, both [B, T]."""
+    return log_ratio, micro.advantages[:, None] * micro.credit
+
+
+def reshape_scores(args: Args, scores: Tensor, reasoning: Tensor) -> Tensor:
+    """Turns scores [B, T] >= 0 into weights [B, T], within the mask `reasoning` [B, T].
+
+    Weights are 1 outside that mask, and where all scores of a row are equal. The 1e-8 are the
+    authors'.
+    """
     logs = torch.log1p(scores.double())
     low = torch.where(reasoning, logs, torch.inf).amin(1, keepdim=True)
-    span = torch.where(reasoning, logs, -torch.inf).amax(1, keepdim=True) - low
+    high = torch.where(reasoning, logs, -torch.inf).amax(1, keepdim=True)
+    span = high - low
     n = (logs - low) / torch.where(span > 0, span, 1.0)
     tau = torch.where(reasoning, n, torch.nan).nanquantile(args.oar_quantile, 1, keepdim=True)
     damped = (n / (tau + 1e-8)).clamp(min=args.oar_floor)
@@ -376,177 +352,522 @@ def gate(args: Args, scores: Tensor, reasoning: Tensor) -> Tensor:
     return torch.where(reasoning, weights, 1.0).float()
 
 
-def assign_credit(run: Run, micros: list[Batch], metrics: dict) -> None:
-    """Turns the scores of a rollout into weights."""
-    args, counts = run.args, metrics.pop("credit_counts").to(run.accelerator.device)
-    for micro in micros:
-        mask, reasoning = micro.mask, micro.mask & (micro.scores >= 0)
-        weights = gate(args, micro.scores.clamp(min=0), reasoning)
-        if args.credit in ("random", "shuffled"):
-            u = row_uniforms(args, "credit", run.rollout, micro.rows, mask.shape[1])
-            weights = control_weights(args.credit, weights, reasoning, u.to(mask.device))
-        micro.credit = micro.weights = weights * mask
-    rows, found, tokens = run.accelerator.reduce(counts, "sum").tolist()
-    metrics |= {"no_answer_share": (rows - found) / max(rows, 1), "credit_forward_tokens": tokens}
+class Probes(NamedTuple):
+    """The texts from which n completions are scored, padded as their micro-batch is."""
+
+    rows: list[int]  # of the micro-batch
+    ids: Tensor  # [n, N] prompt, reasoning, conclude string, answer without its last token
+    attention: Tensor  # [n, N] 1 or 0
+    reasoning: Tensor  # [n, N] bool
+    answers: Tensor  # [n, A] tokens of the answers, padded with -1; for `last` the first one only
+    answer_columns: Tensor  # [n, A] the columns that predict those tokens, counted from the end
 
 
-def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Log importance weight and advantage of every token, both [B, T]: here credit scales A."""
-    return log_ratio, micro.advantages[:, None] * micro.credit
+def find_probes(run: Run, micro: Batch, rows: list[int]) -> Probes | None:
+    """Returns what to score, for those of `rows` that have reasoning and an answer."""
+    tokenizer = run.tokenizer
+    conclude = tokenizer.encode(run.args.oar_conclude, add_special_tokens=False)
+    context = getattr(run.model.config, "max_position_embeddings", None) or sys.maxsize
+    probed_rows = []
+    texts = []
+    reasoning_lengths = []
+    answers = []
+    answer_columns = []
+    for row in rows:
+        completion = micro.ids[row, micro.prompt_width :][micro.mask[row]].tolist()
+        span = answer_span(tokenizer, completion)
+        if span is None or span[0] == 0:  # no answer, or nothing before it
+            continue
+        begin, end = span
+        answer = completion[begin:end]
+        if run.args.oar_answer_mode == "last":
+            answer = answer[:1]
+        text = completion[:begin] + conclude + answer[:-1]
+        prompt_length = int(micro.attention[row, : micro.prompt_width].sum())
+        if prompt_length + len(text) > context:
+            continue
+        probed_rows.append(row)
+        texts.append(text)
+        reasoning_lengths.append(begin)
+        answers.append(answer)
+        # Token k of the answer is predicted by the column before it.
+        answer_columns.append(list(range(len(text) - len(answer), len(text))))
+    if not probed_rows:
+        return None
+
+    text_ids = pad_lists(texts, micro.ids.device)
+    prompt_ids = micro.ids[probed_rows, : micro.prompt_width]
+    prompt_attention = micro.attention[probed_rows, : micro.prompt_width]
+    ids = torch.cat((prompt_ids, text_ids.clamp(min=0)), 1)
+    position = torch.arange(ids.shape[1], device=ids.device) - micro.prompt_width
+    lengths = torch.tensor(reasoning_lengths, device=ids.device)[:, None]
+    return Probes(
+        rows=probed_rows,
+        ids=ids,
+        attention=torch.cat((prompt_attention, text_ids >= 0), 1).long(),
+        reasoning=(position >= 0) & (position < lengths),
+        answers=pad_lists(answers, ids.device),
+        answer_columns=pad_lists(answer_columns, ids.device) - text_ids.shape[1],
+    )
+
+
+def pad_lists(lists: list[list[int]], device: torch.device) -> Tensor:
+    """Returns the lists as the rows of one tensor, padded on the right with -1."""
+    tensors = [torch.tensor(values, device=device) for values in lists]
+    return pad_sequence(tensors, batch_first=True, padding_value=-1)
+
+
+def answer_span(
+    tokenizer: transformers.PreTrainedTokenizerBase, ids: list[int]
+) -> tuple[int, int] | None:
+    """Returns which tokens [begin, end) of a completion hold its last boxed answer, if any do.
+
+    The box is found in the text, and the tokens by decoding prefixes of the completion. Encoding
+    the text again might cut it elsewhere, and a byte-level token need not be whole characters.
+    """
+
+    def decode(count: int) -> str:
+        return tokenizer.decode(ids[:count], skip_special_tokens=True)
+
+    text = decode(len(ids))
+    span = boxed_span(text)  # characters
+    if span is None or not text[slice(*span)].strip():  # an empty box is no answer
+        return None
+
+    def tokens_needed(characters: int, least: int) -> int:
+        """Returns the smallest number of tokens that decode to that many characters."""
+
+        def is_enough(count: int) -> bool:
+            return decode(count).startswith(text[:characters])
+
+        return bisect.bisect_left(range(len(ids)), True, least, key=is_enough)
+
+    first_character, last_character = span
+    begin = tokens_needed(first_character, 0)
+    end = tokens_needed(last_character, begin)
+    if len(decode(begin)) > first_character:  # a token such as `{\` also begins the answer
+        begin -= 1
+    return begin, end
+
+
+def answer_logp(
+    run: Run, probes: Probes, rows: Tensor, inputs: Tensor, cache: DynamicCache | None = None
+) -> Tensor:
+    """Returns the log-probs [m, V] of the answers of m rows of the probes.
+
+    `inputs` are the ids [m, M] or the embeddings [m, M, H] of the last M columns; the cache holds
+    the others. For answer_joint the result is the mean log-prob [m, 1] of the answer's tokens. For
+    answer_mean the logits are those of the mean hidden state, as the head is linear. All is in
+    float64, because OAR-G differentiates the difference of two results.
+    """
+    base = run.model.get_base_model()
+    is_joint = run.args.oar_answer_mode == "answer_joint"
+    is_token = probes.answers[rows] >= 0  # [m, A]
+    tokens = is_token.sum(1, keepdim=True)  # [m, 1]
+
+    hidden = hidden_states(base, inputs, probes.attention[rows], cache)
+    every_row = torch.arange(len(inputs))[:, None]
+    hidden = hidden[every_row, torch.where(is_token, probes.answer_columns[rows], -1)]  # [m, A, H]
+    if not is_joint:
+        hidden = (hidden * is_token[..., None]).sum(1) / tokens  # [m, H]
+    logits = head_logits(base, hidden)
+    logp = (logits.double() / run.args.temperature).log_softmax(-1)
+    if not is_joint:
+        return logp
+    targets = probes.answers[rows].clamp(min=0)[..., None]
+    logp = logp.gather(2, targets).squeeze(2)  # [m, A]
+    return (logp * is_token).sum(1, keepdim=True) / tokens
+
+
+def outcome_shift(clean: Tensor, changed: Tensor) -> Tensor:
+    """Returns how far the answer moved [m]: the KL divergence between two results of `answer_logp`.
+
+    For answer_joint, whose results are [m, 1], it is the drop of the mean log-prob.
+    """
+    shift = clean - changed
+    if clean.shape[1] == 1:
+        return shift.squeeze(1)
+    return (clean.exp() * shift).sum(1)
+
+
+def cut_cache(cache: DynamicCache, rows: Tensor, columns: int) -> DynamicCache:
+    """Returns a copy of what a cache holds of the given rows and of the first `columns` columns."""
+    layers = [
+        (layer.keys[rows, :, :columns], layer.values[rows, :, :columns]) for layer in cache.layers
+    ]
+    return DynamicCache(layers)
+
+
+def perturbation_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int]:
+    """Returns the scores of OAR-P [n, N], and the number of tokens that were computed for them."""
+    if any(DynamicCache(config=run.model.config).is_linear):
+        raise ValueError("oar_p needs a cache that can be cut at a token: use oar_g")
+    # Many forwards at the rollout's precision: replacing a token moves the answer by more than
+    # bf16 rounds away.
+    is_dense = run.args.rollout_weights == "dense"
+    weights = dense(run.model) if is_dense else contextlib.nullcontext()
+    with weights, run.accelerator.autocast():
+        return perturb_every_token(run, micro.prompt_width, probes)
+
+
+def perturb_every_token(run: Run, prompt_width: int, probes: Probes) -> tuple[Tensor, int]:
+    """Returns the scores [n, N] and the number of computed tokens of `perturbation_scores`.
+
+    Each forward replaces one token in each of its rows and begins at that token's column: the
+    columns before it are in the cache of the unchanged texts.
+    """
+    ids = probes.ids
+    cache = DynamicCache()
+    clean = answer_logp(run, probes, torch.arange(len(ids)), ids, cache)
+    scores = torch.zeros(ids.shape, dtype=clean.dtype, device=ids.device)
+    computed = ids.numel()
+    rows_per_forward = max(1, run.args.oar_max_tokens_per_micro_batch // ids.shape[1])
+
+    longest = int(probes.reasoning.sum(1).max())
+    for start in range(prompt_width, prompt_width + longest, COLUMNS_PER_CUT):
+        window = probes.reasoning[:, start : start + COLUMNS_PER_CUT]
+        all_rows, all_offsets = window.nonzero(as_tuple=True)  # the tokens in it, one by one
+        parts = zip(
+            all_rows.split(rows_per_forward), all_offsets.split(rows_per_forward), strict=True
+        )
+        for rows, offsets in parts:
+            tokens = ids[rows, start:]  # a copy
+            tokens[torch.arange(len(rows)), offsets] = run.tokenizer.pad_token_id
+            changed = answer_logp(run, probes, rows, tokens, cut_cache(cache, rows, start))
+            shift = outcome_shift(clean[rows], changed)
+            scores[rows, start + offsets] = shift.clamp(min=0)
+            computed += tokens.numel()
+    return scores, computed
+
+
+def gradient_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int]:
+    """Returns the scores of OAR-G [n, N], and the number of tokens in forwards.
+
+    Half as many tokens go through the backward pass.
+    """
+    args = run.args
+    # With bf16, a dense copy in fp32 would be a second policy. So it is made only in float32.
+    is_dense = args.rollout_weights == "dense" and args.dtype == "float32"
+    weights = dense(run.model) if is_dense else contextlib.nullcontext()
+    precision = in_fp32(run) if args.score_in_fp32 else run.accelerator.autocast()
+    with precision, weights:
+        return embedding_gradients(run, micro, probes)
+
+
+def embedding_gradients(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int]:
+    """Returns the scores [n, N] and the number of forward tokens of `gradient_scores`.
+
+    `autograd.grad` writes to no parameter's .grad and runs none of DDP's hooks.
+    """
+    # Checkpointing needs layers in training mode. Their submodules stay in evaluation mode, so that
+    # nothing is dropped out.
+    for layer in run.model.modules():
+        layer.training = getattr(layer, "gradient_checkpointing", False)
+
+    prompt_width = micro.prompt_width
+    prompt_ids = probes.ids[:, :prompt_width]
+    cache = prompt_cache(run.model, prompt_ids, probes.attention[:, :prompt_width])
+    start = 0 if cache is None else prompt_width
+    embeddings = run.model.get_input_embeddings()(probes.ids[:, start:])  # [n, M, H]
+    noise = reasoning_noise(run, micro, probes, embeddings, start)
+
+    every_row = torch.arange(len(probes.rows))
+    clean_cache = None if cache is None else cut_cache(cache, every_row, start)
+    clean = answer_logp(run, probes, every_row, embeddings, clean_cache)
+    with torch.enable_grad():
+        noisy = (embeddings + noise).requires_grad_()
+        changed = answer_logp(run, probes, every_row, noisy, cache)
+        divergence = outcome_shift(clean, changed).sum()  # without noise its gradient would be 0
+        (gradient,) = torch.autograd.grad(divergence, noisy)
+    scores = (gradient * embeddings).sum(-1).abs()
+    return F.pad(scores, (start, 0)), 2 * scores.numel()
+
+
+def reasoning_noise(
+    run: Run, micro: Batch, probes: Probes, embeddings: Tensor, start: int
+) -> Tensor:
+    """Returns noise [n, M, H] on the reasoning's embeddings, which depends only on seed and row.
+
+    `start` is the column of the texts at which the embeddings begin.
+    """
+    noise = torch.zeros_like(embeddings)
+    for i, row in enumerate(probes.rows):
+        reasoning = probes.reasoning[i, start:]
+        prompt, draw = divmod(int(micro.rows[row]), run.args.num_generations)
+        stream = random_stream(run.args.seed, "oar_noise", run.rollout, prompt, draw)
+        drawn = torch.randn(int(reasoning.sum()), embeddings.shape[2], generator=stream)
+        noise[i, reasoning] = run.args.oar_noise_std * drawn.to(noise)
+    return noise
+
+
+@contextlib.contextmanager
+def in_fp32(run: Run) -> Iterator[nn.Module]:
+    """Yields the policy as a module that computes in fp32, whatever --dtype is."""
+    nf4_layers = [layer for layer in run.model.modules() if hasattr(layer, "compute_dtype")]
+    bf16_parameters = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
+
+    def compute_in(dtype: torch.dtype) -> None:
+        for layer in nf4_layers:
+            layer.compute_dtype = dtype
+        for parameter in bf16_parameters:  # bf16 to fp32 and back loses nothing
+            parameter.data = parameter.data.to(dtype)
+
+    compute_in(torch.float32)
+    try:
+        yield Policy(run.model, run.args.temperature)  # run.policy would autocast to bf16
+    finally:
+        compute_in(getattr(torch, run.args.dtype))
 
 
 # === END CREDIT ===
 
 
-# ---- What the steps of the loop pass on ----------------------------------------------------------
+# ---- What the steps of the loop share ------------------------------------------------------------
+NOT_SET = torch.empty(0)  # stands in a Batch for what a later step of the loop will know
+
+
 @dataclass
 class Batch:
-    """Completions with what is known of them."""
+    """Completions, and what is known about them so far."""
 
-    rows: Tensor  # [B] place of each completion in the whole rollout: prompt * G + sample
+    rows: Tensor  # [B] number of each completion in the whole rollout: prompt * G + sample
     prompt_width: int  # P
     ids: Tensor  # [B, P + T]
-    attention: Tensor  # [B, P + T] bool
+    attention: Tensor  # [B, P + T] bool: False on padding
     truncated: Tensor  # [B] bool: ended by the length limit, not by a stop token
-    sampled_logp: Tensor  # [B, T] of the policy that sampled, as the decode loop saw them
+    sampled_logp: Tensor  # [B, T] under the policy that sampled, as the decode loop computed it
     entropy: Tensor  # [B, T] nats, of the distributions that the tokens were drawn from
-    rewards: Tensor | None = None  # [B] weighted sum of the reward functions, NaN of none
-    advantages: Tensor | None = None  # [B]
-    loss_mask: Tensor | None = None  # [B, T] bool: the tokens that are trained on
-    update_tokens: float = 0.0  # of the loss: mean over the rollout's updates, all processes
-    old_logp: Tensor | None = None  # [B, T] of that policy in training mode, if updates need it
-    base_logp: Tensor | None = None  # [B, T] with the adapter disabled, if beta or the credit does
-    scores: Tensor | None = None  # [B, T] the credit signal
-    credit: Tensor | None = None  # [B, T] what the method's surrogate needs
-    weights: Tensor | None = None  # [B, T] share of each token in the gradient, mean 1 a completion
+    # set by `collect`
+    rewards: Tensor = NOT_SET  # [B] weighted sum of reward functions; NaN if none applies
+    advantages: Tensor = NOT_SET  # [B]
+    loss_mask: Tensor = NOT_SET  # [B, T] bool: the tokens that are trained on
+    update_tokens: float = 0.0  # such tokens per update: mean over the rollout, all processes
+    # set by `score`
+    old_logp: Tensor = NOT_SET  # [B, T] before the first of several updates, in training mode
+    base_logp: Tensor = NOT_SET  # [B, T] with the adapter disabled, if beta or credit needs it
+    scores: Tensor = NOT_SET  # [B, T] the credit signal
+    credit: Tensor = NOT_SET  # [B, T] what `surrogate_terms` needs
+    weights: Tensor = NOT_SET  # [B, T] each token's share of the gradient: 1 on average
 
     @property
     def mask(self) -> Tensor:
-        """[B, T] bool: the completions, stop tokens included."""
+        """[B, T] bool: the tokens of the completions, stop tokens included."""
         return self.attention[:, self.prompt_width :]
 
     def select(self, index: Tensor) -> Batch:
-        """Rows `index`, without the padding that none of them needs."""
-        used = self.attention[index].any(0).nonzero()
-        first, end, width = int(used[0]), int(used[-1]) + 1, self.prompt_width
-        columns = {self.ids.shape[1]: slice(first, end), self.mask.shape[1]: slice(end - width)}
-        tensors = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
-        cut = {name: x[:, columns[x.shape[1]]] for name, x in tensors.items() if x.dim() == 2}
-        return replace(self, prompt_width=width - first, **tensors | cut)
+        """Returns the rows `index`, without the columns that are padding in all of them."""
+        used_columns = self.attention[index].any(0).nonzero()
+        start = int(used_columns[0])
+        end = int(used_columns[-1]) + 1
+
+        tensors: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if not isinstance(value, Tensor) or value is NOT_SET:
+                continue
+            selected = value[index]
+            if name in ("ids", "attention"):  # [B, P + T]
+                selected = selected[:, start:end]
+            elif value.dim() == 2:  # [B, T]
+                selected = selected[:, : end - self.prompt_width]
+            tensors[name] = selected
+        return replace(self, prompt_width=self.prompt_width - start, **tensors)
+
+
+class StopRequest:
+    """Records the first SIGINT or SIGTERM, and ends the process at the second one."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def listen(self) -> None:
+        signal.signal(signal.SIGINT, self.handle)
+        signal.signal(signal.SIGTERM, self.handle)
+
+    def handle(self, number: int, frame: object) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = True
+        # os.write, because the signal may have interrupted a print
+        os.write(2, b"\nsaving after this rollout, then ending; a second signal ends at once\n")
 
 
 @dataclass
 class Run:
-    """What training stands on, and how far it is: data order and samples follow from that."""
+    """The objects that training uses, and its progress, which determines the data and samples."""
 
     args: Args
     accelerator: Accelerator
-    policy: nn.Module  # `Policy` as Accelerate wrapped it: training forwards go through it
-    model: PeftModel  # inside it; its adapter can be switched off
+    policy: nn.Module  # `Policy` as Accelerate wrapped it: training forwards go through this
+    model: PeftModel  # inside the policy; its adapter can be disabled
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     tokenizer: transformers.PreTrainedTokenizerBase
-    eos_ids: Tensor
+    eos_ids: Tensor  # every token that ends a completion
     reward_funcs: dict  # name -> (function, weight)
     grader: Grader = field(default_factory=Grader)
+    stop_request: StopRequest = field(default_factory=StopRequest)
     step: int = 0  # updates so far
     rollout: int = 0  # rollouts so far
-    groups: list = field(default_factory=list)  # of credit.html
-    skipped: int = 0  # updates in a row that were not finite
-    signals: list[int] = field(default_factory=list)  # SIGINT or SIGTERM, once received
+    groups: list = field(default_factory=list)  # examples for credit.html
+    skipped: int = 0  # updates in a row whose loss or gradient was not finite
+
+    def is_due(self, interval: int) -> bool:
+        """Whether the last rollout's updates reached a multiple of `interval`; 0 means never."""
+        if interval == 0 or self.step == 0:
+            return False
+        return self.step % interval < self.args.updates_per_rollout
 
 
 # ---- The loop and its steps ----------------------------------------------------------------------
-def train(run: Run, train_set: tuple, held_out: tuple, log: RunLog, bar: tqdm) -> bool:
-    """GRPO: collect a rollout, score its tokens, update on it. False if a signal ended it."""
+def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, bar: tqdm) -> bool:
+    """Runs GRPO: collects a rollout, scores its tokens, updates the policy on it, and repeats.
+
+    Returns True after the last update, or False if a signal ended the run before it.
+    """
     args = run.args
-    due = lambda n: n > 0 and run.step > 0 and run.step % n < args.updates_per_rollout  # noqa: E731
     while True:
-        interrupted = sum(gather_object([len(run.signals)])) > 0  # on any process
-        last = args.save_steps > 0 and run.step == args.max_steps > 0
-        if interrupted or run.skipped >= 10 or due(args.save_steps) or last:
+        # Save a checkpoint when one is due, and before stopping early.
+        is_finished = run.step >= args.max_steps
+        is_interrupted = any(gather_object([run.stop_request.received]))  # on any process
+        has_diverged = run.skipped >= MAX_SKIPPED_UPDATES
+        saves_at_the_end = is_finished and run.step > 0 and args.save_steps > 0
+        if is_interrupted or has_diverged or saves_at_the_end or run.is_due(args.save_steps):
             save_checkpoint(run)
-        if run.skipped >= 10:
-            fail("loss or gradient was not finite in 10 updates in a row: lower --learning_rate")
-        if interrupted:
+        if has_diverged:
+            skipped = f"{MAX_SKIPPED_UPDATES} updates in a row"
+            fail(f"loss or gradient was not finite in {skipped}: lower --learning_rate")
+        if is_interrupted:
             return False
-        evaluates = due(args.eval_steps) or run.step in (0, args.max_steps)
+
+        # Evaluate.
+        evaluates = run.step == 0 or is_finished or run.is_due(args.eval_steps)
         if evaluates:
             log.write({"step": run.step, "eval": evaluate(run, *held_out)})
-            bar.unpause()  # the time of a step is without it
-        if run.step >= args.max_steps:
+            bar.unpause()  # keeps the evaluation out of the time per step
+        if is_finished:
             return True
+
+        # Collect a rollout and score its tokens.
         metrics: dict[str, float] = {}
-        with timed(metrics, "seconds_rollout"):
-            batch, problems = collect(run, train_set, metrics)
-        metrics |= rollout_metrics(run, batch, metrics["seconds_rollout"])
-        log_completions(run, "train", batch, list(problems.values()), batch.rewards.tolist())
-        parts = micro_batches(args, batch)
-        micros = [micro for part in parts for micro in part]
-        score(run, micros, metrics)
-        if evaluates or run.step + args.updates_per_rollout >= args.max_steps:
-            run.groups += credit_group(run, micros, problems)
-        for hint in hints(run, metrics, batch):
-            say(f"step {run.step + 1}: {hint}")
+        is_last_rollout = run.step + args.updates_per_rollout >= args.max_steps
+        updates = scored_rollout(run, train_set, metrics, for_report=evaluates or is_last_rollout)
         bar.set_postfix(reward=f"{metrics['reward']:.2f}")
-        for part in (parts * args.num_iterations)[: args.max_steps - run.step]:
+
+        # Update the policy.
+        for micros in (updates * args.num_iterations)[: args.max_steps - run.step]:
             with timed(metrics, "seconds_update"):
-                metrics |= update(run, part)
+                metrics |= update(run, micros)
             run.step += 1
             log.write({"step": run.step} | metrics)
-            metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}  # count once
+            # The next update's row repeats the metrics of the rollout, but not its seconds.
+            metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
             bar.update()
         run.rollout += 1
 
 
-def collect(run: Run, data: tuple, metrics: dict) -> tuple[Batch, dict[int, Problem]]:
-    """This process's share of a rollout, sampled and graded, and the problem of each row."""
-    args, accelerator, (problems, prompts) = run.args, run.accelerator, data
-    total = args.per_device_train_batch_size * args.steps_per_generation * accelerator.num_processes
-    # Every update has the same completions on any number of processes.
-    updates, world = args.updates_per_rollout // args.num_iterations, accelerator.num_processes
-    rows = torch.arange(total).view(updates, world, -1)[:, accelerator.process_index].flatten()
-    places = [(run.rollout * total + row) // args.num_generations for row in rows.tolist()]
-    chosen = [problem_at(place, len(problems), args.seed) for place in places]
-    u = row_uniforms(args, "rollout", run.rollout, rows, args.max_completion_length)
-    batch = sample(run, rows, [prompts[i] for i in chosen], u)
-    problem_of = {row: problems[i] for row, i in zip(rows.tolist(), chosen, strict=True)}
-    batch.rewards = reward_batch(run, batch, list(problem_of.values()), metrics)
-    rewards = accelerator.gather(batch.rewards)[accelerator.gather(batch.rows).argsort()]
-    advantages = group_advantages(rewards.view(-1, args.num_generations), args.scale_rewards)
+def scored_rollout(
+    run: Run, train_set: ProblemSet, metrics: dict, for_report: bool
+) -> list[list[Batch]]:
+    """Collects and scores a rollout. Returns the micro-batches of each update."""
+    with timed(metrics, "seconds_rollout"):
+        batch, problem_of_row = collect(run, train_set, metrics)
+    metrics |= rollout_metrics(run, batch, metrics["seconds_rollout"])
+    log_completions(run, "train", batch, list(problem_of_row.values()), batch.rewards.tolist())
+
+    updates = micro_batches(run.args, batch)
+    micros = list(itertools.chain.from_iterable(updates))
+    score(run, micros, metrics)
+
+    if for_report:
+        run.groups += credit_group(run, micros, problem_of_row)
+    for hint in hints(run, metrics, batch):
+        say(f"step {run.step + 1}: {hint}")
+    return updates
+
+
+def collect(run: Run, train_set: ProblemSet, metrics: dict) -> tuple[Batch, dict[int, Problem]]:
+    """Samples and grades this process's share of a rollout, and returns the problem of each row."""
+    args = run.args
+    accelerator = run.accelerator
+    problems, prompts = train_set
+
+    # Deal out the rows. An update has the same ones on any number of processes.
+    processes = accelerator.num_processes
+    rollout_size = args.per_device_train_batch_size * args.steps_per_generation * processes
+    dealt_rows = torch.arange(rollout_size).view(args.updates_per_iteration, processes, -1)
+    rows = dealt_rows[:, accelerator.process_index].flatten()
+
+    # Find the problem of each row: G consecutive rows have the same one.
+    first_row = run.rollout * rollout_size
+    group_numbers = [(first_row + row) // args.num_generations for row in rows.tolist()]
+    problem_numbers = [problem_at(n, len(problems), args.seed) for n in group_numbers]
+    row_problems = [problems[n] for n in problem_numbers]
+
+    # Sample and grade.
+    uniforms = row_uniforms(args, "rollout", run.rollout, rows, args.max_completion_length)
+    batch = sample(run, rows, [prompts[n] for n in problem_numbers], uniforms)
+    batch.rewards = reward_batch(run, batch, row_problems, metrics)
+
+    # Compute the advantages. A group may be spread over several processes.
+    rewards = accelerator.gather(batch.rewards)
+    order = accelerator.gather(batch.rows).argsort()
+    grouped_rewards = rewards[order].view(-1, args.num_generations)
+    advantages = group_advantages(grouped_rewards, args.scale_rewards)
     advantages[advantages < 0] *= args.negative_weight
     batch.advantages = advantages.flatten()[batch.rows]
-    batch.loss_mask = batch.mask & ~(batch.truncated & args.mask_truncated_completions)[:, None]
-    batch.update_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item() / updates
-    return batch, problem_of
+
+    # Choose the tokens to train on.
+    batch.loss_mask = batch.mask
+    if args.mask_truncated_completions:
+        batch.loss_mask = batch.mask & ~batch.truncated[:, None]
+    loss_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item()
+    batch.update_tokens = loss_tokens / args.updates_per_iteration
+    return batch, dict(zip(rows.tolist(), row_problems, strict=True))
 
 
 def micro_batches(args: Args, batch: Batch) -> list[list[Batch]]:
-    """Those of each update of a rollout: rows that have a gradient, like lengths together."""
-    batch.loss_mask = batch.loss_mask & ((batch.advantages != 0) | (args.beta > 0))[:, None]
-    useful = batch.loss_mask.any(1)
-    updates, parts = args.steps_per_generation // args.gradient_accumulation_steps, []
-    for part in torch.arange(len(useful), device=useful.device).chunk(updates):
-        part = part[useful[part]] if useful[part].any() else part[:1]  # DDP waits for all processes
-        part = part[batch.attention[part].sum(1).argsort(stable=True)]
-        parts.append([batch.select(x) for x in part.split(args.per_device_train_batch_size)])
-    return parts
+    """Returns each update's micro-batches: only rows with a gradient, sorted by length."""
+    if args.beta == 0:  # then a row whose advantage is 0 has no gradient
+        batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
+    has_gradient = batch.loss_mask.any(1)  # [B]
+
+    updates = []
+    all_rows = torch.arange(len(has_gradient), device=has_gradient.device)
+    for rows in all_rows.chunk(args.updates_per_iteration):
+        kept = rows[has_gradient[rows]]
+        if len(kept) == 0:
+            kept = rows[:1]  # DDP needs a backward pass on every process
+        lengths = batch.attention[kept].sum(1)
+        by_length = kept[lengths.argsort(stable=True)]
+        parts = by_length.split(args.per_device_train_batch_size)
+        updates.append([batch.select(part) for part in parts])
+    return updates
 
 
 def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
-    """Rewards [prompts, G] minus their group's mean, over a std (plus 1e-4), as TRL's; 0 of NaN."""
-    known = ~rewards.isnan()  # NaN: no reward function has judged it, so it counts nowhere
-    wider = ((known.shape[1] - 1) / (known.sum(1, keepdim=True) - 1)).sqrt()
-    rewards = rewards.where(known, rewards.nanmean(1, keepdim=True))
-    std = rewards[known].std() if scale_rewards == "batch" else rewards.std(1, keepdim=True) * wider
-    centred = rewards - rewards.mean(1, keepdim=True)
-    centred = centred if scale_rewards == "none" else centred / (std + 1e-4)
-    return centred.masked_fill((rewards == rewards[:, :1]).all(1, keepdim=True) | ~known, 0.0)
+    """Returns advantages [prompts, G]: rewards minus their group's mean, over a standard deviation.
+
+    As in TRL, 1e-4 is added to the deviation. A reward is NaN if no reward function applied; it is
+    left out of every mean and deviation, and its advantage is 0.
+    """
+    is_known = ~rewards.isnan()
+    rewards = rewards.where(is_known, rewards.nanmean(1, keepdim=True))
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    if scale_rewards == "batch":
+        advantages = advantages / (rewards[is_known].std() + 1e-4)
+    elif scale_rewards == "group":
+        # `std` divides by G - 1, but where rewards are unknown there are fewer than G.
+        known = is_known.sum(1, keepdim=True)
+        correction = ((rewards.shape[1] - 1) / (known - 1)).sqrt()
+        advantages = advantages / (rewards.std(1, keepdim=True) * correction + 1e-4)
+    # Where all rewards are equal, rounding of the mean must not leave a tiny advantage.
+    is_constant = (rewards == rewards[:, :1]).all(1, keepdim=True)
+    return advantages.masked_fill(is_constant | ~is_known, 0.0)
 
 
 @torch.no_grad()
 def score(run: Run, micros: list[Batch], metrics: dict) -> None:
-    """What updates need beside the rollout: log-probs before the first, the base's, the credit."""
+    """Computes what the updates need besides the rollout: log-probs and token weights."""
     args = run.args
     for micro in micros:
         with timed(metrics, "seconds_score"):
@@ -564,212 +885,347 @@ def score(run: Run, micros: list[Batch], metrics: dict) -> None:
 
 
 def update(run: Run, micros: list[Batch]) -> dict[str, float]:
-    """One optimiser step. Returns its metrics."""
-    args, accelerator, totals = run.args, run.accelerator, 0.0
+    """Takes one optimizer step on the micro-batches of an update, and returns its metrics."""
+    args = run.args
+    accelerator = run.accelerator
+
+    # This count includes the completions that `micro_batches` left out.
     completions = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    completions *= accelerator.num_processes  # those that `micro_batches` left out, too
+    completions *= accelerator.num_processes
+
+    # Accumulate gradients. DDP synchronizes them only in the last backward pass.
+    totals = torch.zeros(6, device=accelerator.device)
     for i, micro in enumerate(micros):
-        scale = token_scale(args, micro.loss_mask, completions, micro.update_tokens)
-        last = i == len(micros) - 1
-        with contextlib.nullcontext() if last else accelerator.no_sync(run.policy):
+        is_last_micro_batch = i == len(micros) - 1
+        sync = contextlib.nullcontext() if is_last_micro_batch else accelerator.no_sync(run.policy)
+        with sync:
             logp = training_forward(run, micro)
-            old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
+            old_logp = logp.detach() if micro.old_logp is NOT_SET else micro.old_logp
+            scale = token_scale(args, micro.loss_mask, completions, micro.update_tokens)
             loss, clipped = policy_loss(args, micro, logp, old_logp, scale)
-            accelerator.backward(loss * accelerator.num_processes)  # DDP takes the mean
+            accelerator.backward(loss * accelerator.num_processes)  # DDP averages
         gap = (old_logp - micro.sampled_logp).abs() * micro.loss_mask
-        counts = [x.sum() for m in (clipped, micro.loss_mask) for x in (m, m.any(1))]
-        totals += torch.stack([loss.detach(), gap.sum(), *counts])
-    norm = accelerator.clip_grad_norm_(run.policy.parameters(), args.max_grad_norm or math.inf)
-    loss, gap, clipped, cut, tokens, rows = accelerator.reduce(totals, "sum").tolist()
-    learning_rate, finite = run.scheduler.get_last_lr()[0], math.isfinite(loss + float(norm))
-    if finite:  # else one bad batch would end in NaN weights
-        run.optimizer.step(), run.scheduler.step()
+        masks = (clipped, clipped.any(1), micro.loss_mask, micro.loss_mask.any(1))
+        totals += torch.stack([loss.detach(), gap.sum(), *(mask.sum() for mask in masks)])
+    max_norm = args.max_grad_norm or math.inf
+    grad_norm = float(accelerator.clip_grad_norm_(run.policy.parameters(), max_norm))
+    sums = accelerator.reduce(totals, "sum").tolist()
+    total_loss, total_gap, clipped_tokens, clipped_rows, trained_tokens, trained_rows = sums
+
+    # Take the step, unless it would put NaN into the weights.
+    learning_rate = run.scheduler.get_last_lr()[0]
+    is_finite = math.isfinite(total_loss + grad_norm)
+    if is_finite:
+        run.optimizer.step()
+        run.scheduler.step()
     run.optimizer.zero_grad()
-    run.skipped = 0 if finite else run.skipped + 1
-    metrics = {"loss": loss, "grad_norm": float(norm), "learning_rate": learning_rate}
-    metrics |= {"clip_fraction_sequence": cut / max(rows, 1), "skipped_update": float(not finite)}
-    gap, clipped = gap / max(tokens, 1), clipped / max(tokens, 1)
-    return metrics | {"clip_fraction": clipped, "sampling_gap": gap}
+    run.skipped = 0 if is_finite else run.skipped + 1
+    return {
+        "loss": total_loss,
+        "grad_norm": grad_norm,
+        "learning_rate": learning_rate,
+        "clip_fraction_sequence": clipped_rows / max(trained_rows, 1),
+        "skipped_update": float(not is_finite),
+        "clip_fraction": clipped_tokens / max(trained_tokens, 1),
+        "sampling_gap": total_gap / max(trained_tokens, 1),
+    }
 
 
 def training_forward(run: Run, micro: Batch) -> Tensor:
-    """Log-probs [B, T] in training mode, where LoRA's dropout is a function of the rows."""
+    """Returns log-probs [B, T] in training mode, with dropout that depends only on the rows."""
     stream = random_stream(run.args.seed, "dropout", run.rollout, int(micro.rows[0]))
     torch.manual_seed(stream.initial_seed())
     run.policy.train()
-    return run.policy(micro)[0]
+    logp, _ = run.policy(micro)
+    return logp
 
 
-def policy_loss(args: Args, micro: Batch, logp: Tensor, old_logp: Tensor, scale: Tensor) -> tuple:
-    """The clipped surrogate (PPO, arXiv 1707.06347) of GRPO (2402.03300), summed with `scale`, and
-    which tokens are clipped. All tensors are [B, T]; only logp carries gradients."""
+def policy_loss(
+    args: Args, micro: Batch, logp: Tensor, old_logp: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
+
+    The loss is a sum over tokens, each multiplied by its `scale`. All tensors are [B, T], and only
+    `logp` carries gradients.
+    """
     log_ratio = torch.where(micro.mask, logp - old_logp, 0.0)  # padding must not overflow in exp
     log_weight, advantages = surrogate_terms(args, micro, log_ratio)
-    ratio, low, high = log_weight.exp(), 1 - args.epsilon, 1 + args.epsilon_high
+    ratio = log_weight.exp()
+    low = 1 - args.epsilon
+    high = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
     if args.beta > 0:
-        to_base = torch.where(micro.mask, micro.base_logp - logp, 0.0)
-        loss = loss + args.beta * (to_base.exp() - to_base - 1)  # k3, joschu.net/blog/kl-approx
+        base_log_ratio = torch.where(micro.mask, micro.base_logp - logp, 0.0)
+        kl = base_log_ratio.exp() - base_log_ratio - 1  # k3, joschu.net/blog/kl-approx
+        loss = loss + args.beta * kl
     clipped = torch.where(advantages > 0, ratio > high, ratio < low)
     return (loss * scale).sum(), clipped & (advantages != 0) & micro.loss_mask
 
 
 def token_scale(args: Args, mask: Tensor, completions: float, tokens: float) -> Tensor:
-    """What each token [B, T] counts for. The counts are an update's, so that no split matters."""
+    """Returns the factor [B, T] of each token in the loss.
+
+    `completions` and `tokens` count the whole update, so splitting it does not change the loss.
+    """
     if args.loss_type == "grpo":
-        return mask / mask.sum(1, keepdim=True).clamp(min=1) / completions
+        lengths = mask.sum(1, keepdim=True).clamp(min=1)
+        return mask / lengths / completions
     if args.loss_type == "dapo":
         return mask / max(tokens, 1.0)
     return mask / (completions * args.max_completion_length)
 
 
 def evaluate(run: Run, problems: list[Problem], prompts: list[list[int]]) -> dict[str, float]:
-    """Accuracies and unbiased pass@k, all processes. Each evaluation draws the same uniforms."""
-    args, verdicts = run.args, []
-    mine = range(run.accelerator.process_index, len(problems), run.accelerator.num_processes)
-    for kind, samples in {"greedy": 1, "sampled": args.num_generations_eval}.items():
-        jobs = [(i, s) for i in mine for s in range(samples)]
-        firsts = range(0, len(jobs), args.per_device_eval_batch_size)
-        for first in tqdm(firsts, kind, leave=False, disable=not run.accelerator.is_main_process):
-            part = jobs[first : first + args.per_device_eval_batch_size]
-            rows = torch.tensor([i * args.num_generations + s for i, s in part])
-            u = row_uniforms(args, "eval", 0, rows, args.max_completion_length)
-            batch = sample(run, rows, [prompts[i] for i, _ in part], u, greedy=kind == "greedy")
-            right = grade_batch(run, batch, asked := [problems[i] for i, _ in part])
-            log_completions(run, kind, batch, asked, right)
-            verdicts += [(kind, i, r) for (i, _), r in zip(part, right, strict=True)]
+    """Returns accuracies and pass@k over all processes. All evaluations use the same uniforms."""
+    args = run.args
+    accelerator = run.accelerator
+    own_problems = range(accelerator.process_index, len(problems), accelerator.num_processes)
+    verdicts = []
+    for kind, samples in (("greedy", 1), ("sampled", args.num_generations_eval)):
+        jobs = list(itertools.product(own_problems, range(samples)))
+        starts = range(0, len(jobs), args.per_device_eval_batch_size)
+        for start in tqdm(starts, kind, leave=False, disable=not accelerator.is_main_process):
+            batch_jobs = jobs[start : start + args.per_device_eval_batch_size]
+            asked = [problems[n] for n, _ in batch_jobs]
+            asked_prompts = [prompts[n] for n, _ in batch_jobs]
+            rows = torch.tensor([n * args.num_generations + draw for n, draw in batch_jobs])
+            uniforms = row_uniforms(args, "eval", 0, rows, args.max_completion_length)
+            batch = sample(run, rows, asked_prompts, uniforms, greedy=kind == "greedy")
+            grades = grade_batch(run, batch, asked)
+            log_completions(run, kind, batch, asked, grades)
+            for (n, _), grade in zip(batch_jobs, grades, strict=True):
+                verdicts.append((kind, n, grade))
     return eval_metrics(gather_object(verdicts))
 
 
 # ---- Rollout: our own decode loop over a static KV cache -----------------------------------------
 def random_stream(*key: object) -> torch.Generator:
-    """A generator that depends on `key` alone: no state to save, the same on every machine."""
+    """Returns a generator that depends only on `key`, so that a checkpoint need not save it."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    seed = int.from_bytes(digest, "big") >> 1  # a positive int64
+    return torch.Generator().manual_seed(seed)
 
 
 def row_uniforms(args: Args, kind: str, step: int, rows: Tensor, length: int) -> Tensor:
-    """Uniforms [B, length]; row r is a function of (seed, kind, step, prompt, sample) alone."""
-    keys = [divmod(row, args.num_generations) for row in rows.tolist()]
-    streams = [random_stream(args.seed, kind, step, *key) for key in keys]
-    return torch.stack([torch.rand(length, generator=stream) for stream in streams])
+    """Returns uniforms [B, length] that depend only on --seed, `kind`, `step` and the row."""
+    uniforms = []
+    for row in rows.tolist():
+        prompt, draw = divmod(row, args.num_generations)
+        stream = random_stream(args.seed, kind, step, prompt, draw)
+        uniforms.append(torch.rand(length, generator=stream))
+    return torch.stack(uniforms)
 
 
-def sample_tokens(logits: Tensor, u: Tensor, temperature=1.0, top_k=0, top_p=1.0) -> list[Tensor]:
-    """Tokens [B] by inverse CDF from logits [B, V] and a uniform in [0, 1) a row [B]; their
-    log-probs and the entropies [B], before top_k and top_p, as trained. Temperature 0 is greedy."""
+def sample_tokens(
+    logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Samples a token for each row of logits [B, V] by inverse CDF, from uniforms [B] in [0, 1).
+
+    Returns tokens, log-probs and entropies, all [B]. The last two are of the distribution that is
+    trained: the one before top_k and top_p. A temperature of 0 is greedy.
+    """
     logp = logits.float() / (temperature or 1.0)
-    logp = logp.clamp_(min=-1e6).log_softmax(-1)  # [B, V], finite: 0 * inf is no entropy
+    logp = logp.clamp_(min=-1e6).log_softmax(-1)  # [B, V], finite: 0 * inf would be NaN below
     probs = logp.exp()
     entropy = -(probs * logp).sum(-1)
     if temperature == 0:
-        return [logp.argmax(-1), logp.amax(-1), entropy]
-    kept = TopKLogitsWarper(top_k)(None, logp) if top_k > 0 else logp
-    kept = TopPLogitsWarper(top_p)(None, kept) if top_p < 1 else kept
-    cdf = (probs if kept is logp else kept.softmax(-1)).cumsum(-1)
-    total, size = cdf[:, -1:], logits.shape[1]
-    # Strictly below the total, or rounding would let u near 1 pick an impossible last token.
-    threshold = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    token = torch.searchsorted(cdf, threshold, right=True).clamp(max=size - 1)  # clamp: for NaN
-    return [token.squeeze(1), logp.gather(1, token).squeeze(1), entropy]
+        return logp.argmax(-1), logp.amax(-1), entropy
+
+    # Apply top_k and top_p.
+    kept_logp = logp
+    if top_k > 0:
+        kept_logp = TopKLogitsWarper(top_k)(None, kept_logp)
+    if top_p < 1:
+        kept_logp = TopPLogitsWarper(top_p)(None, kept_logp)
+    if kept_logp is not logp:
+        probs = kept_logp.softmax(-1)
+
+    # Find the first token whose cumulative probability exceeds the threshold. It must be below the
+    # total, or rounding would let a uniform near 1 pick an impossible last token.
+    cdf = probs.cumsum(-1)
+    total = cdf[:, -1:]
+    just_below_total = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(uniforms[:, None] * total, just_below_total)
+    token = torch.searchsorted(cdf, threshold, right=True)  # [B, 1]
+    token = token.clamp(max=logits.shape[1] - 1)  # for NaN logits
+    return token.squeeze(1), logp.gather(1, token).squeeze(1), entropy
 
 
 class Decoder:
-    """Completions of B prompts in progress, sampled with uniforms u [B, T]. Every token runs the
-    same `step` on the same tensors, without a word from the host, as a CUDA graph needs it."""
+    """Samples completions of B prompts, one column of tokens at a time.
 
-    def __init__(self, model, prompts: list[list[int]], u: Tensor, sampling: tuple):
-        self.model, self.sampling, device, room = model, sampling, u.device, u.shape[1]
-        texts = [torch.tensor(prompt, device=device) for prompt in prompts]
-        ids = pad_sequence(texts, batch_first=True, padding_value=-1, padding_side="left")  # [B, P]
-        self.ids = F.pad(ids, (0, room), value=-1)  # [B, P + T], -1 where no token is
-        self.logp, self.entropy = torch.zeros(2, *self.ids.shape, device=device)
-        self.u = F.pad(u, (ids.shape[1], 0))
-        ids, copies = ids.unique(dim=0, return_inverse=True)  # [U, P], [B]: each is read once
+    Every `step` runs the same operations on the same tensors, and the host never looks at their
+    values, so a CUDA graph can replay it.
+    """
+
+    def __init__(
+        self, model: nn.Module, prompts: list[list[int]], uniforms: Tensor, sampling: tuple
+    ):
+        self.model = model
+        self.sampling = sampling  # temperature, top_k, top_p
+        device = uniforms.device
+
+        # Pad the prompts on the left and make room for the completions.
+        prompt_ids = pad_sequence(
+            [torch.tensor(prompt, device=device) for prompt in prompts],
+            batch_first=True,
+            padding_value=-1,
+            padding_side="left",
+        )  # [B, P]
+        self.prompt_width = prompt_ids.shape[1]
+        self.ids = F.pad(prompt_ids, (0, uniforms.shape[1]), value=-1)  # [B, P + T], -1: no token
+        self.logp = torch.zeros(self.ids.shape, device=device)
+        self.entropy = torch.zeros(self.ids.shape, device=device)
+        self.uniforms = F.pad(uniforms, (self.prompt_width, 0))  # [B, P + T]
+
+        # What a step changes. `keep` reduces n, the number of active rows.
+        self.active_rows = torch.arange(len(prompts), device=device)  # [n]
+        self.mask = (self.ids >= 0).long()  # [n, P + T] attention
+        self.column = torch.tensor([self.prompt_width], device=device)  # [1] of the next token
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.steps_on_these_tensors = 0
+
+        # Read each distinct prompt once, and copy its keys and values to all rows that have it.
         self.cache = StaticCache(config=model.config, max_cache_len=self.ids.shape[1])
-        for i in [i for i, sliding in enumerate(self.cache.is_sliding) if sliding]:
-            self.cache.layers[i] = StaticLayer(self.ids.shape[1])  # a graph would see no roll
-        hidden = hidden_states(model, ids.clamp(min=0), (ids >= 0).long(), self.cache)
-        self.cache.reorder_cache(copies)
-        self.place = torch.arange(len(u), device=device)  # [n] in progress: `keep` makes n less
-        self.mask = (self.ids >= 0).long()  # [n, P + T]
-        self.column = torch.tensor(ids.shape[1:], device=device)  # [1] of the next token
-        self.age, self.graph = 0, None
-        self.emit(hidden[copies, -1])
+        for i, is_sliding in enumerate(self.cache.is_sliding):
+            if is_sliding:  # such a layer tracks its position on the host, unseen by a graph
+                self.cache.layers[i] = StaticLayer(self.ids.shape[1])
+        unique_prompts, copy_of = prompt_ids.unique(dim=0, return_inverse=True)  # [U, P], [B]
+        attention = (unique_prompts >= 0).long()
+        hidden = hidden_states(model, unique_prompts.clamp(min=0), attention, self.cache)
+        self.cache.reorder_cache(copy_of)
+        self.emit(hidden[copy_of, -1])
 
     def emit(self, hidden: Tensor) -> None:
-        """Samples the token of the present column for each row, whose last state is in [n, H]."""
-        at, logits = (self.place, self.column), head_logits(self.model, hidden)
-        drawn = sample_tokens(logits, self.u[at], *self.sampling)
-        self.ids[at], self.logp[at], self.entropy[at] = drawn
+        """Samples the tokens of the current column from last hidden states [n, H]."""
+        logits = head_logits(self.model, hidden)
+        at = (self.active_rows, self.column)
+        token, logp, entropy = sample_tokens(logits, self.uniforms[at], *self.sampling)
+        self.ids[at] = token
+        self.logp[at] = logp
+        self.entropy[at] = entropy
         self.mask.index_fill_(1, self.column, 1)
 
     def step(self) -> None:
-        """Reads that token, and samples the next column's."""
-        tokens = self.ids[self.place, self.column, None]  # [n, 1]
+        """Reads the tokens of the current column and samples those of the next one."""
+        tokens = self.ids[self.active_rows, self.column, None]  # [n, 1]
         hidden = hidden_states(self.model, tokens, self.mask, self.cache)
         self.column.add_(1)
         self.emit(hidden[:, -1])
 
     def advance(self) -> None:
-        """One step. On a GPU the first on new tensors warms up, the second is captured."""
-        if self.age == 1 and CUDA:
+        """Takes a step. On a GPU, the first on new tensors warms up and the second is captured."""
+        if CUDA and self.steps_on_these_tensors == 1:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):  # records, runs nothing
+            with torch.cuda.graph(self.graph):  # records without running
                 self.step()
-        self.graph.replay() if self.graph else self.step()
-        self.age += 1
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.step()
+        self.steps_on_these_tensors += 1
 
     def keep(self, rows: Tensor) -> None:
-        """Goes on with these rows alone, in smaller tensors."""
-        self.place, self.mask = self.place[rows], self.mask[rows]
+        """Continues with only `rows` of the active rows, in smaller tensors."""
+        self.active_rows = self.active_rows[rows]
+        self.mask = self.mask[rows]
         self.cache.reorder_cache(rows)
-        self.age, self.graph = 0, None
+        self.graph = None
+        self.steps_on_these_tensors = 0
 
 
 @torch.no_grad()
-def sample(run: Run, rows: Tensor, prompts: list[list[int]], u: Tensor, greedy=False) -> Batch:
-    """A completion of up to T tokens for each prompt, by the present policy; uniforms u [B, T].
-    Masks come from lengths, never from token ids: a pad token may be a stop token."""
+def sample(
+    run: Run, rows: Tensor, prompts: list[list[int]], uniforms: Tensor, greedy: bool = False
+) -> Batch:
+    """Samples a completion of up to T tokens for each prompt, using uniforms [B, T].
+
+    Masks come from lengths, never from token ids: the pad token may also be a stop token.
+    """
     run.policy.eval()
-    args, width, u = run.args, max(map(len, prompts)), u.to(run.eos_ids.device)
-    how = (0.0 if greedy else args.temperature, args.top_k, args.top_p)
-    copy = dense(run.model) if args.rollout_weights == "dense" else contextlib.nullcontext()
-    with copy, run.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
-        decoder = Decoder(run.model.get_base_model(), prompts, u, how)
-        for t in range(1, u.shape[1]):
-            if t % 8 == 0:  # not every time: a look waits for the GPU
-                going = ~torch.isin(decoder.ids[decoder.place, width:], run.eos_ids).any(1)
-                if not going.any():
+    uniforms = uniforms.to(run.eos_ids.device)
+    decoder = decode(run, prompts, uniforms, greedy)
+
+    # A completion ends with its first stop token. Everything after that is padding.
+    prompt_width = decoder.prompt_width
+    is_stop = torch.isin(decoder.ids[:, prompt_width:], run.eos_ids).int()  # [B, T]
+    is_completion = is_stop.cumsum(1) - is_stop == 0  # no stop token before this one
+    attention = torch.cat((decoder.ids[:, :prompt_width] >= 0, is_completion), 1)
+
+    # Overwrite the padding, and drop the columns that contain nothing else.
+    ids = torch.where(attention, decoder.ids, run.tokenizer.pad_token_id)
+    logp = torch.where(attention, decoder.logp, 0.0)
+    entropy = torch.where(attention, decoder.entropy, 0.0)
+    end = prompt_width + int(is_completion.sum(1).max())
+    return Batch(
+        rows=rows.to(uniforms.device),
+        prompt_width=prompt_width,
+        ids=ids[:, :end],
+        attention=attention[:, :end],
+        truncated=~is_stop.any(1),
+        sampled_logp=logp[:, prompt_width:end],
+        entropy=entropy[:, prompt_width:end],
+    )
+
+
+def decode(run: Run, prompts: list[list[int]], uniforms: Tensor, greedy: bool) -> Decoder:
+    """Runs a decoder until every completion has a stop token or T tokens, and returns it."""
+    args = run.args
+    sampling = (0.0 if greedy else args.temperature, args.top_k, args.top_p)
+    weights = dense(run.model) if args.rollout_weights == "dense" else contextlib.nullcontext()
+    with weights, run.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
+        decoder = Decoder(run.model.get_base_model(), prompts, uniforms, sampling)
+        for t in range(1, uniforms.shape[1]):
+            if t % STOP_CHECK_INTERVAL == 0:
+                completions = decoder.ids[decoder.active_rows, decoder.prompt_width :]
+                is_unfinished = ~torch.isin(completions, run.eos_ids).any(1)  # [n]
+                if not is_unfinished.any():
                     break
-                if going.sum() <= 0.75 * len(going):  # else copying costs more than it saves
-                    decoder.keep(going.nonzero().squeeze(1))
+                if is_unfinished.sum() <= SHRINK_AT * len(is_unfinished):
+                    decoder.keep(is_unfinished.nonzero().squeeze(1))
             decoder.advance()
-    ends = torch.isin(decoder.ids[:, width:], run.eos_ids).int()
-    real = ends.cumsum(1) - ends == 0  # to the first stop token: a later one may be padding
-    attention = torch.cat((decoder.ids[:, :width] >= 0, real), 1)
-    end = width + int(real.sum(1).max())
-    ids = torch.where(attention, decoder.ids, run.tokenizer.pad_token_id)[:, :end]
-    seen = [torch.where(attention, x, 0.0)[:, width:end] for x in (decoder.logp, decoder.entropy)]
-    return Batch(rows.to(u.device), width, ids, attention[:, :end], ~ends.any(1), *seen)
+    return decoder
 
 
 @contextlib.contextmanager
-def dense(model: PeftModel):
-    """Inside it each NF4 layer computes with one dense weight. The adapter stays beside it: merged
-    into bf16 weights, a young one would be rounded away."""
-    layers = [m for name, m in model.named_modules() if not name.endswith("base_layer")]
-    pairs = [(x, b) for x in layers if hasattr(b := getattr(x, "base_layer", x), "compute_dtype")]
-    for layer, base in pairs:
-        weight = dequantize_bnb_weight(base.weight).to(base.compute_dtype)
-        layer.forward = whole = functools.partial(F.linear, weight=weight, bias=base.bias)
-        if layer is not base:  # what PEFT computes, in fewer steps
-            b = layer.scaling["default"] * layer.lora_B["default"].weight
-            a, b = layer.lora_A["default"].weight.to(weight), b.to(weight)
-            layer.forward = lambda x, f=whole, a=a, b=b: f(x) + F.linear(F.linear(x, a), b)
-    yield
-    for layer, _ in pairs:
-        del layer.forward
+def dense(model: PeftModel) -> Iterator[None]:
+    """Makes every NF4 layer use a dense copy of its weight within the `with` block.
+
+    The adapter is applied separately: merged into bf16 weights, a young one would be rounded away.
+    """
+    patched_layers = []
+    try:
+        for name, layer in model.named_modules():
+            if name.endswith("base_layer"):
+                continue  # the LoRA layer around it is patched instead
+            base_layer = getattr(layer, "base_layer", layer)
+            if hasattr(base_layer, "compute_dtype"):  # NF4
+                layer.forward = dense_forward(layer, base_layer)
+                patched_layers.append(layer)
+        yield
+    finally:
+        for layer in patched_layers:
+            del layer.forward
+
+
+def dense_forward(layer: Any, base_layer: Any) -> Callable[[Tensor], Tensor]:
+    """Returns a forward function with a dense weight, and with the adapter if the layer has one."""
+    weight = dequantize_bnb_weight(base_layer.weight).to(base_layer.compute_dtype)
+    bias = base_layer.bias
+
+    def forward(x: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    if layer is base_layer:
+        return forward
+
+    lora_A = layer.lora_A["default"].weight.to(weight)
+    lora_B = (layer.scaling["default"] * layer.lora_B["default"].weight).to(weight)
+
+    def forward_with_adapter(x: Tensor) -> Tensor:  # what PEFT computes, in fewer steps
+        return forward(x) + F.linear(F.linear(x, lora_A), lora_B)
+
+    return forward_with_adapter
 
 
 # ---- Policy: log-probabilities without ever building [B, T, V] -----------------------------------
@@ -778,20 +1234,36 @@ class Policy(nn.Module):
 
     def __init__(self, model: PeftModel, temperature: float):
         super().__init__()
-        self.model, self.temperature = model, temperature
+        self.model = model
+        self.temperature = temperature
 
     def forward(self, micro: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probs [B, T] of the completions, at the sampling temperature, and the hidden states
-        [B, T, H] after the final norm, at the positions whose logits predict them."""
-        base, ids, attention = self.model.get_base_model(), micro.ids, micro.attention.long()
-        last = micro.prompt_width - 1  # the prompt's last token predicts the first of a completion
-        cache = prompt_cache(self.model, ids[:, :last], attention[:, :last])
-        start, targets = last if cache else 0, ids[:, last + 1 :]
-        hidden = hidden_states(base, ids[:, start:-1], attention[:, :-1], cache)[:, last - start :]
-        chunk = max(1, 2**26 // base.get_output_embeddings().weight.shape[0])  # 256 MiB of logits
-        chunks = zip(hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk))
-        loss = [checkpoint(self.cross_entropy, *x, use_reentrant=False) for x in chunks]
-        return -torch.cat(loss).view(targets.shape) * micro.mask, hidden
+        """Returns log-probs [B, T] at the sampling temperature, and hidden states [B, T, H].
+
+        The hidden states are after the final norm, at the positions that predict the tokens.
+        """
+        base = self.model.get_base_model()
+        attention = micro.attention.long()
+        targets = micro.ids[:, micro.prompt_width :]  # [B, T]
+
+        # The last prompt token predicts the first completion token. Those before it can be cached.
+        cached = micro.prompt_width - 1
+        cache = prompt_cache(self.model, micro.ids[:, :cached], attention[:, :cached])
+        start = 0 if cache is None else cached
+        hidden = hidden_states(base, micro.ids[:, start:-1], attention[:, :-1], cache)
+        hidden = hidden[:, cached - start :]  # [B, T, H]
+
+        # Compute logits in chunks, and recompute them in the backward pass instead of keeping them.
+        vocabulary_size = base.get_output_embeddings().weight.shape[0]
+        chunk_size = max(1, LOGITS_PER_CHUNK // vocabulary_size)
+        hidden_chunks = hidden.flatten(0, 1).split(chunk_size)
+        target_chunks = targets.flatten().split(chunk_size)
+        losses = [
+            checkpoint(self.cross_entropy, *chunk, use_reentrant=False)
+            for chunk in zip(hidden_chunks, target_chunks, strict=True)
+        ]
+        logp = -torch.cat(losses).view(targets.shape) * micro.mask
+        return logp, hidden
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:  # [n, H], [n] -> [n]
         logits = head_logits(self.model.get_base_model(), hidden) / self.temperature  # [n, V]
@@ -799,280 +1271,464 @@ class Policy(nn.Module):
 
 
 def prompt_cache(model: PeftModel, ids: Tensor, attention: Tensor) -> DynamicCache | None:
-    """Of prompts [B, P], each different one read once for all its samples. None where that cannot
-    be: layers that are checkpointed or compiled, and those that keep a state."""
-    alone = any(m._compiled_call_impl for m in model.modules())
-    alone |= any(m.training and getattr(m, "gradient_checkpointing", 0) for m in model.modules())
-    if alone or not ids.shape[1] or any(DynamicCache(config=model.config).is_linear):
+    """Reads each distinct prompt once, and returns a cache with a copy for every row of [B, P].
+
+    Returns None where a cache cannot be used: compiled or checkpointed layers do not accept one,
+    and linear attention keeps a running state instead of keys and values.
+    """
+    if ids.shape[1] == 0:
         return None
-    prompts, copies = torch.where(attention > 0, ids, -1).unique(dim=0, return_inverse=True)
+    for module in model.modules():
+        is_compiled = module._compiled_call_impl is not None
+        is_checkpointed = module.training and getattr(module, "gradient_checkpointing", False)
+        if is_compiled or is_checkpointed:
+            return None
+    if any(DynamicCache(config=model.config).is_linear):
+        return None
+
+    prompt_ids = torch.where(attention > 0, ids, -1)  # [B, P]
+    unique_prompts, copy_of = prompt_ids.unique(dim=0, return_inverse=True)  # [U, P], [B]
+    unique_attention = (unique_prompts >= 0).long()
     cache = DynamicCache()
-    hidden_states(model.get_base_model(), prompts.clamp(min=0), (prompts >= 0).long(), cache)
-    cache.reorder_cache(copies)
+    hidden_states(model.get_base_model(), unique_prompts.clamp(min=0), unique_attention, cache)
+    cache.reorder_cache(copy_of)
     return cache
 
 
-def hidden_states(base: nn.Module, ids: Tensor, attention: Tensor, cache=None) -> Tensor:
-    """After the final norm [B, N, H], of ids [B, N] or their embeddings [B, N, H]. Attention
-    [B, P + N] is also of what the cache holds, and may end in columns that are still 0."""
-    name = "inputs_embeds" if ids.is_floating_point() else "input_ids"
-    positions = (attention.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    inputs = {"position_ids": positions, "past_key_values": cache, "use_cache": cache is not None}
-    return base.base_model(attention_mask=attention, **inputs, **{name: ids}).last_hidden_state
+def hidden_states(
+    base: transformers.PreTrainedModel, inputs: Tensor, attention: Tensor, cache: Any = None
+) -> Tensor:
+    """Returns hidden states [B, N, H] after the final norm, for ids [B, N] or embeddings [B, N, H].
+
+    `attention` [B, P + N] includes cached tokens, and may end with columns that are still 0.
+    """
+    are_embeddings = inputs.is_floating_point()
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    output = base.base_model(
+        input_ids=None if are_embeddings else inputs,
+        inputs_embeds=inputs if are_embeddings else None,
+        attention_mask=attention,
+        position_ids=positions[:, -inputs.shape[1] :],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+    return output.last_hidden_state
 
 
-def head_logits(base: nn.Module, hidden: Tensor) -> Tensor:
-    """Logits [..., V] of last hidden states [..., H], with what some families do after the head."""
-    config, logits = base.config.get_text_config(), base.get_output_embeddings()(hidden).float()
-    names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-    scale, divisor, cap = (getattr(config, name, None) for name in names)
-    logits = logits * (scale or 1.0) / (divisor or 1.0) if scale or divisor else logits
-    return cap * torch.tanh(logits / cap) if cap else logits
+def head_logits(base: transformers.PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Returns logits [..., V] for last hidden states [..., H], scaled as each model family does."""
+    logits = base.get_output_embeddings()(hidden).float()
+    config = base.config.get_text_config()
+    factor = getattr(config, "logit_scale", None)  # Cohere
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    if factor:
+        logits = logits * factor
+    if divisor:
+        logits = logits / divisor
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    return logits
 
 
 # ---- Set-up: NF4 + LoRA --------------------------------------------------------------------------
 def load_policy(args: Args, device: torch.device) -> PeftModel:
-    """The base in NF4, computing in args.dtype, with a fresh LoRA adapter on it."""
-    name, targets, dtype = args.model_name_or_path, args.lora_target_modules, args.dtype
-    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    nf4 = transformers.BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype=dtype)
-    load = {"quantization_config": nf4 if args.load_in_4bit else None, "trust_remote_code": False}
-    load |= {"revision": args.model_revision, "dtype": dtype, "device_map": {"": device}}
-    lora = {"target_modules": targets[0] if targets == ["all-linear"] else targets}
-    lora |= {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
+    """Loads the base model in NF4, computing in --dtype, and adds a new LoRA adapter."""
+    name = args.model_name_or_path
+    modules = args.lora_target_modules
+    quantization = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=args.dtype,
+    )
     try:
-        base = transformers.AutoModelForCausalLM.from_pretrained(name, **load)
-        torch.manual_seed(args.seed)  # the same adapter on every process
-        model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **lora))
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=args.model_revision,
+            trust_remote_code=False,
+            quantization_config=quantization if args.load_in_4bit else None,
+            dtype=args.dtype,
+            device_map={"": device},
+        )
+        torch.manual_seed(args.seed)  # so that every process has the same adapter
+        lora = LoraConfig(
+            task_type="CAUSAL_LM",
+            target_modules="all-linear" if modules == ["all-linear"] else modules,
+            r=args.lora_r,
+            lora_alpha=args.lora_alpha,
+            lora_dropout=args.lora_dropout,
+        )
+        model = get_peft_model(base, lora)
     except (OSError, ValueError) as error:
-        fail(f"cannot load {name} with LoRA on {' '.join(targets)}: {error}")
-    for layer in [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]:
-        layer.support_avx512bf16_for_cpu = False  # it repacks weights: wrong gradients
+        fail(f"cannot load {name} with LoRA on {' '.join(modules)}: {error}")
+
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False  # it repacks weights, so gradients are wrong
     if args.load_in_4bit and any(p.dim() == 3 and min(p.shape) > 1 for p in model.parameters()):
         fail(f"{name} has weights (experts?) that 4 bits leave out: set --load_in_4bit False")
     return model
 
 
-def build_run(args: Args, tokenizer) -> Run:
-    """Policy, optimiser and schedule, as Accelerate prepares them."""
+def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Run:
+    """Builds the policy, the optimizer and the schedule, and prepares them with Accelerate."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
-    rewards = load_reward_funcs(args.reward_funcs, args.reward_weights)
-    how = {"mixed_precision": "bf16" if args.dtype == "bfloat16" else "no", "cpu": not CUDA}
-    how["log_with"] = None if args.report_to == "none" else args.report_to
-    accelerator = Accelerator(project_dir=args.output_dir, **how)  # cpu: else those never meet
+    reward_funcs = load_reward_funcs(args.reward_funcs, args.reward_weights)
+    accelerator = Accelerator(
+        project_dir=args.output_dir,
+        mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
+        cpu=not CUDA,  # otherwise processes on CPUs do not find each other
+        log_with=None if args.report_to == "none" else args.report_to,
+    )
+
     model = load_policy(args, accelerator.device)
     if args.torch_compile:
         torch._dynamo.config.recompile_limit = 4096  # one for each layer, mode and adapter state
         for layer in model.get_base_model().base_model.layers:
-            layer.compile(dynamic=True)  # lengths differ from one micro-batch to the next
+            layer.compile(dynamic=True)  # lengths differ between micro-batches
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    trained = [p for p in model.parameters() if p.requires_grad]
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay)
-    steps = (args.warmup_steps, max(1, args.max_steps) + 1)
-    scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, *steps)
-    optimizer.step(), scheduler.step()  # nothing moves; but the first update is not at rate 0
+    scheduler = transformers.get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=args.warmup_steps,
+        num_training_steps=max(1, args.max_steps) + 1,
+    )
+    # The schedule starts at a rate of 0. Skip that with a step that has no gradients to apply.
+    optimizer.step()
+    scheduler.step()
     policy, optimizer = accelerator.prepare(Policy(model, args.temperature), optimizer)
-    eos = model.generation_config.eos_token_id  # all else in the generation config is ignored
-    eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    eos_ids = torch.tensor(sorted(eos), device=accelerator.device)
-    return Run(args, accelerator, policy, model, optimizer, scheduler, tokenizer, eos_ids, rewards)
+    return Run(
+        args=args,
+        accelerator=accelerator,
+        policy=policy,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        tokenizer=tokenizer,
+        eos_ids=torch.tensor(stop_token_ids(model, tokenizer), device=accelerator.device),
+        reward_funcs=reward_funcs,
+    )
+
+
+def stop_token_ids(model: PeftModel, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
+    """Returns all token ids that end a completion. Nothing else in a generation config is used."""
+    configured = model.generation_config.eos_token_id  # an id, a list of ids or None
+    stop_ids = {tokenizer.eos_token_id}
+    stop_ids.update(configured if isinstance(configured, list) else [configured])
+    stop_ids.discard(None)
+    return sorted(stop_ids)
 
 
 def check_model(run: Run, prompt: list[int]) -> None:
-    """Ends the run where our path is not the stock model's eager one, or no step can be made."""
-    name, prompt, u = run.args.model_name_or_path, prompt[-24:], torch.full((2, 8), 0.5)
-    endless = replace(run, eos_ids=run.eos_ids[:0])  # so that there are 8 tokens
+    """Ends the run if our log-probs differ from the stock model's, or if no step can be taken."""
+    name = run.args.model_name_or_path
     try:
-        batch = sample(endless, torch.arange(2), [prompt, prompt[len(prompt) // 3 :]], u)
-        gap = stock_gap(run, batch, run.policy(batch)[0])
-        box = run.tokenizer.encode("\\boxed{7}", add_special_tokens=False)[-7:]  # for OAR
-        batch.ids[:, -len(box) :], batch.loss_mask = torch.tensor(box), batch.mask
-        batch.advantages = batch.rows + 1.0
-        score(run, [batch], {})
-        logps = (logp := training_forward(run, batch)), logp.detach()
-        loss, _ = policy_loss(run.args, batch, *logps, batch.mask)
-        assert loss.isfinite(), "the loss is not finite"
-        loss.backward(), run.optimizer.zero_grad()
-    except Exception as error:  # whatever a family's code raises
-        if "memory" in str(error) or name == TINY_POLICY:  # which runs: see your CREDIT region
+        gap = trial_step(run, prompt)
+    except Exception as error:  # a model family's code may raise anything
+        # The embedded policy is known to run, so the mistake is in the CREDIT region: show it.
+        if "memory" in str(error) or name == TINY_POLICY:
             raise
         fail(f"{name} does not run here: {type(error).__name__}: {error}")
-    if not gap < (1e-3 if run.args.dtype == "float32" else 0.1):  # NaN is not
+    tolerance = 1e-3 if run.args.dtype == "float32" else 0.1
+    if not gap < tolerance:  # true for NaN, too
         fail(f"{name} is not supported: its log-probs here are {gap:.2g} nats off its own")
 
 
-# ---- Checkpoints: all that training changes ------------------------------------------------------
+def trial_step(run: Run, prompt: list[int]) -> float:
+    """Runs a step without its update. Returns the gap to the stock model's log-probs in nats.
+
+    The batch holds two completions of 8 tokens, for prompts of different lengths.
+    """
+    long_prompt = prompt[-24:]
+    short_prompt = long_prompt[len(long_prompt) // 3 :]
+    uniforms = torch.full((2, 8), 0.5)
+    endless_run = replace(run, eos_ids=run.eos_ids[:0])  # nothing ends a completion early
+    batch = sample(endless_run, torch.arange(2), [long_prompt, short_prompt], uniforms)
+    gap = stock_gap(run, batch, run.policy(batch)[0])
+
+    # Write an answer at the end of both completions, for OAR.
+    answer = run.tokenizer.encode("\\boxed{7}", add_special_tokens=False)[-7:]
+    batch.ids[:, -len(answer) :] = torch.tensor(answer)
+    batch.loss_mask = batch.mask
+    batch.advantages = batch.rows + 1.0
+    score(run, [batch], {})
+
+    logp = training_forward(run, batch)
+    loss, _ = policy_loss(run.args, batch, logp, logp.detach(), batch.mask)
+    if not loss.isfinite():
+        raise FloatingPointError("the loss is not finite")
+    loss.backward()
+    run.optimizer.zero_grad()
+    return gap
+
+
+# ---- Checkpoints: everything that training changes -----------------------------------------------
 def checkpoints(output_dir: str) -> list[Path]:
-    """The whole ones, oldest first."""
-    found = [p for p in Path(output_dir).glob("checkpoint-*") if p.name[11:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[11:]))
+    """Returns the complete checkpoints, oldest first."""
+    folders = Path(output_dir).glob("checkpoint-*")
+    by_step = {folder.name.removeprefix("checkpoint-"): folder for folder in folders}
+    return [by_step[step] for step in sorted(filter(str.isdigit, by_step), key=int)]
 
 
 def save_checkpoint(run: Run) -> None:
-    """Writes <output_dir>/checkpoint-<step>; a folder of that name appears whole or not at all."""
-    folder = Path(run.args.output_dir) / f"checkpoint-{run.step}"
+    """Saves <output_dir>/checkpoint-<step>, and deletes checkpoints beyond --save_total_limit."""
+    args = run.args
+    folder = Path(args.output_dir) / f"checkpoint-{run.step}"
     if run.accelerator.is_main_process and not folder.exists():
         partial = folder.with_name("partial-checkpoint")
-        shutil.rmtree(partial, ignore_errors=True)
-        adapter = {name: p.data for name, p in run.model.named_parameters() if p.requires_grad}
-        state = {name: getattr(run, name) for name in ("step", "rollout", "groups")}
-        state |= {"adapter": adapter, "optimizer": run.optimizer.state_dict()["state"]}
-        base = run.model.get_input_embeddings().weight[:64, 0].tolist()
-        state |= {"schedule": run.scheduler.last_epoch, "base": base}
-        state["flags"] = asdict(run.args) | {"num_processes": run.accelerator.num_processes}
-        try:
-            run.model.save_pretrained(partial)  # for PEFT users
-            torch.save(state, partial / "state.pt")
-            os.sync()  # on the disk before it has its name
-            partial.rename(folder)
-        except Exception as error:  # a full disk, which torch and safetensors call what they like
-            shutil.rmtree(partial, ignore_errors=True)
-            last = checkpoints(run.args.output_dir)[-1:] or ["none before it"]
-            raise OSError(f"cannot save {folder} ({error}); whole is {last[0]}") from error
-        for old in checkpoints(run.args.output_dir)[: -(run.args.save_total_limit or sys.maxsize)]:
-            shutil.rmtree(old.rename(partial))  # half a folder must not have the name of a whole
+        write_checkpoint(run, folder, partial)
+        if args.save_total_limit is not None:
+            for old in checkpoints(args.output_dir)[: -args.save_total_limit]:
+                shutil.rmtree(old.rename(partial))  # half a folder must not look like a whole one
     run.accelerator.wait_for_everyone()
 
 
-def resume(run: Run) -> None:
-    """Makes the run what it was when --resume_from_checkpoint was written, if that is given."""
-    asked, existing = run.args.resume_from_checkpoint, checkpoints(run.args.output_dir)
-    if existing and asked != "latest" and Path(asked or "").resolve() != existing[-1].resolve():
-        fail(f"{existing[-1]} exists: add --resume_from_checkpoint latest, or change --output_dir")
-    if not existing and Path(run.args.output_dir, "summary.json").exists():
-        fail(f"{run.args.output_dir} holds a finished run: remove it, or change --output_dir")
-    if asked is None or (asked == "latest" and not existing):
-        return asked and say(f"no checkpoint in {run.args.output_dir}: begins at step 0")
-    folder = existing[-1] if asked == "latest" else asked
-    trained = sorted(name for name, p in run.model.named_parameters() if p.requires_grad)
+def write_checkpoint(run: Run, folder: Path, partial: Path) -> None:
+    """Writes a checkpoint to `partial` and renames it, so that `folder` is never incomplete."""
+    parameters = run.model.named_parameters()
+    state = {
+        "step": run.step,
+        "rollout": run.rollout,
+        "groups": run.groups,
+        "adapter": {name: p.data for name, p in parameters if p.requires_grad},
+        "optimizer": run.optimizer.state_dict()["state"],
+        "schedule": run.scheduler.last_epoch,
+        "base": base_fingerprint(run),
+        "flags": flags_and_processes(run),
+    }
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        if damaged := zipfile.ZipFile(f"{folder}/state.pt").testzip():  # torch does not look
-            raise ValueError(f"{damaged} is damaged")
-        state = torch.load(f"{folder}/state.pt", map_location="cpu", weights_only=True)
-        base = run.model.get_input_embeddings().weight[:64, 0].tolist()
-        if sorted(state["adapter"]) != trained or state["base"] != base:
-            raise ValueError("it is of another model, or of other layers")
-        run.model.load_state_dict(state["adapter"], strict=False)
-        # Learning rate and weight decay are those of the flags.
-        run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": state["optimizer"]})
-        for _ in range(state["schedule"] - run.scheduler.last_epoch):
-            run.scheduler.step()
-        run.step, run.rollout = int(state["step"]), int(state["rollout"])
-        run.groups, flags = list(state["groups"]), dict(state["flags"])
-        if run.step > run.args.max_steps:
-            raise ValueError("it is past --max_steps, raise that")
-    except Exception as error:  # a broken file raises what it likes
+        run.model.save_pretrained(partial)  # for users of PEFT
+        torch.save(state, partial / "state.pt")
+        os.sync()  # everything must be on the disk before the rename
+        partial.rename(folder)
+    except Exception as error:  # on a full disk, torch and safetensors raise their own kinds
+        shutil.rmtree(partial, ignore_errors=True)
+        existing = checkpoints(run.args.output_dir)
+        newest = existing[-1] if existing else "none"
+        message = f"cannot save {folder} ({error}); the last complete checkpoint is {newest}"
+        raise OSError(message) from error
+
+
+def base_fingerprint(run: Run) -> list[float]:
+    """Returns a few embedding weights, by which `resume` recognizes the base model."""
+    return run.model.get_input_embeddings().weight[:64, 0].tolist()
+
+
+def flags_and_processes(run: Run) -> dict[str, Any]:
+    """Returns the settings with which a resumed run is compared."""
+    return asdict(run.args) | {"num_processes": run.accelerator.num_processes}
+
+
+def resume(run: Run) -> None:
+    """Restores the run from --resume_from_checkpoint, if that is given."""
+    output_dir = run.args.output_dir
+    requested = run.args.resume_from_checkpoint
+    existing = checkpoints(output_dir)
+
+    # Never overwrite a run, and never continue it from any but its newest checkpoint.
+    is_newest = requested == "latest"
+    if existing and requested is not None:
+        is_newest = is_newest or Path(requested).resolve() == existing[-1].resolve()
+    if existing and not is_newest:
+        advice = "add --resume_from_checkpoint latest, or change --output_dir"
+        fail(f"{existing[-1]} exists: {advice}")
+    if not existing and Path(output_dir, "summary.json").exists():
+        fail(f"{output_dir} holds a finished run: remove it, or change --output_dir")
+    if requested is None:
+        return
+    if requested == "latest" and not existing:
+        say(f"no checkpoint in {output_dir}: starting at step 0")
+        return
+
+    folder = existing[-1] if requested == "latest" else Path(requested)
+    try:
+        saved_flags = load_checkpoint(run, folder)
+    except Exception as error:  # a damaged file may raise anything
         fail(f"cannot resume from {folder}: {error!r} (if it is damaged, delete it)")
-    now = asdict(run.args) | {"num_processes": run.accelerator.num_processes}
-    may_differ = "output_dir resume_from_checkpoint save_steps save_total_limit report_to run_name"
-    for name in flags.keys() - may_differ.split():
-        if flags[name] != now.get(name):
-            say(f"--{name} was {flags[name]} before, now it is {now.get(name)}")
+
+    # Report the flags that have changed, unless they cannot affect results.
+    harmless = {"output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"}
+    harmless |= {"report_to", "run_name"}
+    flags = flags_and_processes(run)
+    for name in sorted(saved_flags.keys() - harmless):
+        if saved_flags[name] != flags.get(name):
+            say(f"--{name} was {saved_flags[name]} before, now it is {flags.get(name)}")
+
+
+def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
+    """Loads a checkpoint into the run, and returns the flags of the run that saved it."""
+    damaged = zipfile.ZipFile(folder / "state.pt").testzip()  # torch.load does not check
+    if damaged is not None:
+        raise ValueError(f"{damaged} is damaged")
+    state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+    trained_names = [name for name, p in run.model.named_parameters() if p.requires_grad]
+    if sorted(state["adapter"]) != sorted(trained_names) or state["base"] != base_fingerprint(run):
+        raise ValueError("it belongs to another model, or to other layers of it")
+
+    run.model.load_state_dict(state["adapter"], strict=False)
+    # Restore the optimizer's moments, but keep the learning rate and weight decay of the flags.
+    run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": state["optimizer"]})
+    for _ in range(state["schedule"] - run.scheduler.last_epoch):
+        run.scheduler.step()
+    run.step = int(state["step"])
+    run.rollout = int(state["rollout"])
+    run.groups = list(state["groups"])
+    flags = dict(state["flags"])
+    if run.step > run.args.max_steps:
+        raise ValueError("it is past --max_steps: raise that flag")
+    return flags
 
 
 # ---- Command line --------------------------------------------------------------------------------
 def say(message: object) -> None:
-    """Prints on standard error, above the progress bar, on the main process."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        with contextlib.suppress(OSError):  # nobody may be listening
-            tqdm.write(" ".join(f"{SCRIPT.name}: {message}"[:600].split()), file=sys.stderr)
+    """Prints a line to standard error, above the progress bar, on the main process only."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    text = f"{SCRIPT.name}: {message}"[:MAX_MESSAGE_LENGTH]
+    line = " ".join(text.split())
+    with contextlib.suppress(OSError):  # nobody may be listening
+        tqdm.write(line, file=sys.stderr)
 
 
-def fail(message: object) -> None:
-    """Ends the run for a user's mistake: one sentence, no stack, exit code 2."""
+def fail(message: object) -> NoReturn:
+    """Ends the run with a sentence about the user's mistake: no stack trace, exit code 2."""
     say(f"error: {message}")
     sys.exit(2)
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the docstring's layout, and shows both defaults where embedded policies differ."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = super()._get_help_string(action) or ""
+        embedded_default = EMBEDDED_DEFAULTS.get(action.dest, action.default)
+        if embedded_default != action.default:
+            text = f"{text[:-1]}, or {embedded_default} for the embedded policies)"
+        return text
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The flags, checked as far as they can be without a model or data."""
-    show = argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
-    how = {"formatter_class": type("Help", show, {}), "usage": "%(prog)s [flags]"}
-    pairs = "Of a pair of defaults the first is the embedded policies', the second any other's."
-    parser = transformers.HfArgumentParser(Args, description=__doc__, epilog=pairs, **how)
-    parser.error, parser.allow_abbrev = fail, False  # argparse would print the whole usage first
+    """Parses the flags, and checks what can be checked without a model or data."""
+    parser = transformers.HfArgumentParser(
+        Args,
+        description=__doc__,
+        usage="%(prog)s [flags]",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.error = fail  # argparse would print the whole usage first
+
+    # Parse once to learn the model, and again if the defaults depend on it.
     args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if Path(args.model_name_or_path).resolve().parent == Path(TINY_POLICY).parent:
+        parser.set_defaults(**EMBEDDED_DEFAULTS)
+        args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        fail(f"unknown flag {unknown[0]}: see --help (num_train_epochs: max_steps; bf16: dtype)")
-    embedded = Path(args.model_name_or_path).resolve().parent == Path(TINY_POLICY).parent
-    for name, place in ((f.name, f.metadata.get("metavar", "(-inf, inf)")) for f in fields(args)):
-        if isinstance(value := getattr(args, name), tuple):
-            setattr(args, name, value := value[0 if embedded else 1])
-        low, high = map(float, place[1:-1].split(","))
-        if type(value) in (int, float) and not low < value < high:  # NaN is nowhere
-            if (value, place[0]) != (low, "[") and (value, place[-1]) != (high, "]"):
-                fail(f"--{name} {value} is out of range: it must lie in {place}")
+        name = unknown[0].partition("=")[0]
+        replacements = {"--bf16": "--dtype bfloat16", "--num_train_epochs": "--max_steps"}
+        advice = f"use {replacements[name]}" if name in replacements else "see --help"
+        fail(f"unknown flag {name}; {advice}")
+
+    for declared in fields(args):
+        accepted = declared.metadata.get("metavar")
+        value = getattr(args, declared.name)
+        if accepted is not None and value is not None and value not in accepted:
+            fail(f"--{declared.name} {value} is out of range {accepted}")
+
+    # Fill in the defaults that depend on other flags.
     args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
-    args.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     args.output_dir = args.output_dir or f"runs/{SCRIPT.stem}-{args.credit}-{args.seed}"
     args.run_name = args.run_name or Path(args.output_dir).name
-    total = args.per_device_train_batch_size * args.steps_per_generation
-    total *= int(os.environ.get("WORLD_SIZE", "1"))
-    if args.steps_per_generation % args.gradient_accumulation_steps:
-        fail("--steps_per_generation must be a multiple of --gradient_accumulation_steps")
-    if total % args.num_generations:
-        rollout = "(--per_device_train_batch_size x --steps_per_generation x processes)"
-        fail(f"--num_generations must divide the rollout of {total} completions {rollout}")
+
+    check_batch_sizes(args)
     if args.report_to != "none" and importlib.util.find_spec(args.report_to) is None:
         fail(f"--report_to {args.report_to} needs: pip install {args.report_to}")
-    engines = [name for name in ENGINES if os.environ.get(f"ACCELERATE_USE_{name}") == "true"]
-    engines += [os.environ.get("PJRT_DEVICE"), os.environ.get("ACCELERATE_MIXED_PRECISION")]
-    if wrong := [name for name in engines if name not in (None, "", "no", "bf16")]:
-        fail(f"cannot run with {wrong[0]}: launch it on one device, or with DDP (--multi_gpu)")
+    check_launcher()
     return args
 
 
-def use_every_core() -> None:
-    """`accelerate launch` sets OMP_NUM_THREADS=1 on a CPU machine where the user had not set it."""
-    given = Path(f"/proc/{LAUNCHER}/environ").read_text(errors="replace")  # when it was started
-    if "OMP_NUM_THREADS" not in given:  # each local process takes its share of the cores
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, cores))
+def check_batch_sizes(args: Args) -> None:
+    """Ends the run unless a rollout is a whole number of updates and of groups."""
+    if args.steps_per_generation % args.gradient_accumulation_steps != 0:
+        fail("--steps_per_generation must be a multiple of --gradient_accumulation_steps")
+    rollout_size = args.per_device_train_batch_size * args.steps_per_generation * world_size()
+    if rollout_size % args.num_generations != 0:
+        factors = "(--per_device_train_batch_size x --steps_per_generation x processes)"
+        fail(f"--num_generations must divide the rollout of {rollout_size} completions {factors}")
+
+
+def check_launcher() -> None:
+    """Ends the run if it was launched with an engine or a precision that is not supported."""
+    engines = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+    unsupported = [e for e in engines if os.environ.get(f"ACCELERATE_USE_{e}") == "true"]
+    if os.environ.get("PJRT_DEVICE"):  # torch_xla, as on a TPU
+        unsupported.append(os.environ["PJRT_DEVICE"])
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if precision not in (None, "", "no", "bf16"):
+        unsupported.append(precision)
+    if unsupported:
+        advice = "launch it on one device, or with DDP (--multi_gpu)"
+        fail(f"cannot run with {unsupported[0]}: {advice}")
+
+
+def world_size() -> int:
+    """Returns the number of processes, as the launcher set it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def run_to_the_end(args: Args) -> None:
+    """Trains, and saves the adapter and a report; after a signal, only a checkpoint."""
     tokenizer, train_set, held_out = load_data(args)
-    (Path(args.output_dir) / "adapter").mkdir(parents=True, exist_ok=True)
+    adapter_folder = Path(args.output_dir) / "adapter"
+    adapter_folder.mkdir(parents=True, exist_ok=True)
     run = build_run(args, tokenizer)
-    say(introduction(asdict(args), train_set[0], held_out[0], run.accelerator.num_processes))
-    check_model(run, train_set[1][0])
-    seen, say_so = run.signals, b"\nsaving after this rollout, then ending; again: ending at once\n"
-    first = lambda n: (seen.append(n), os.write(2, say_so))  # noqa: E731  it may cut a print
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, _: os._exit(128 + n) if seen else first(n))
+    accelerator = run.accelerator
+    train_problems, train_prompts = train_set
+    held_out_problems, _ = held_out
+    processes = accelerator.num_processes
+    say(introduction(asdict(args), train_problems, held_out_problems, processes))
+    check_model(run, train_prompts[0])
+
+    run.stop_request.listen()
     resume(run)
-    log = start_log(run.accelerator, asdict(args), run.step)
-    quiet = not run.accelerator.is_main_process
-    with run.grader, tqdm(total=args.max_steps, initial=run.step, disable=quiet) as bar:
-        finished = train(run, train_set, held_out, log, bar)
-    if finished and not quiet:
-        run.model.save_pretrained(Path(args.output_dir) / "adapter")
+    log = start_log(accelerator, asdict(args), run.step)
+    is_main = accelerator.is_main_process
+    with run.grader, tqdm(total=args.max_steps, initial=run.step, disable=not is_main) as bar:
+        is_finished = train(run, train_set, held_out, log, bar)
+
+    if is_main and is_finished:
+        run.model.save_pretrained(adapter_folder)
         print(report_run(asdict(args), log, run.groups))
-    elif not quiet:
-        command = Path(f"/proc/{LAUNCHER}/cmdline").read_text().split("\0")[:-1]
-        again = shlex.join([*command, "--resume_from_checkpoint", "latest"])  # the last counts
-        print(f"interrupted, saved {checkpoints(args.output_dir)[-1]}; go on with\n{again}")
-    run.accelerator.wait_for_everyone()  # nobody closes the group while another still writes
-    run.accelerator.end_training()
+    elif is_main:
+        advice = "to go on, run the same command again with --resume_from_checkpoint latest"
+        print(f"interrupted, saved {checkpoints(args.output_dir)[-1]}: {advice}")
+    accelerator.wait_for_everyone()  # nobody may leave while another process writes
+    accelerator.end_training()
 
 
 def main() -> None:
     args = parse_args()
-    transformers.logging.set_verbosity_error(), transformers.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", ".*gradient_checkpointing")  # peft's to transformers
-    use_every_core()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing")  # PEFT causes it in transformers
     try:
         run_to_the_end(args)
     except (DataError, RewardError, SafetensorError, OSError) as error:
         fail(error)
     except RuntimeError as error:
-        if "memory" not in str(error):  # a GPU's or this machine's
+        if "memory" not in str(error):  # not that of a GPU or this machine
             raise
         smaller = "a smaller --per_device_train_batch_size, --rollout_weights quantized"
         fail(f"out of memory: in this order, try --gradient_checkpointing True, {smaller}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.stdout.flush(), os._exit(0)  # gloo's threads may hang in their destructors
+    if world_size() > 1:
+        sys.stdout.flush()
+        os._exit(0)  # the destructors of gloo's threads may hang
 
 
 if __name__ == "__main__":
