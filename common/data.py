@@ -337,24 +337,24 @@ def completions_of(run, batch) -> tuple[list[list[int]], list[str]]:
     return ids, run.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-def grade_batch(run, batch, problems: Sequence[Problem]) -> list[float]:
+def grade_batch(run, batch) -> list[float]:
     """`correctness` of a batch."""
-    return correctness(run.grader, completions_of(run, batch)[1], problems)
+    return correctness(run.grader, completions_of(run, batch)[1], batch.problems)
 
 
-def reward_batch(run, batch, problems: Sequence[Problem], metrics: dict):
+def reward_batch(run, batch, metrics: dict):
     """The weighted sum [B] of the reward functions. None is `correctness`; the others are given the
     columns that every problem has, and as `gold`, unless a column has that name, the final answers.
     A function's NaN (TRL's None: not for this completion) counts neither in the sum, which is NaN
     of nothing, nor in its mean over all processes, which is written under TRL's name."""
     ids, texts = completions_of(run, batch)
-    shared = set.intersection(*(set(problem.columns) for problem in problems))
-    columns = {"gold": [problem.answer for problem in problems]}
-    columns |= {key: [problem.columns[key] for problem in problems] for key in shared}
-    prompts, sums = [problem.prompt for problem in problems], [math.nan] * len(texts)
+    shared = set.intersection(*(set(problem.columns) for problem in batch.problems))
+    columns = {"gold": [problem.answer for problem in batch.problems]}
+    columns |= {key: [problem.columns[key] for problem in batch.problems] for key in shared}
+    prompts, sums = [problem.prompt for problem in batch.problems], [math.nan] * len(texts)
     for name, (function, weight) in run.reward_funcs.items():
         if function is None:
-            values = correctness(run.grader, texts, problems)
+            values = correctness(run.grader, texts, batch.problems)
         else:
             values = call_reward_func(name, function, prompts, texts, ids, columns)
         given = [value for value in values if not math.isnan(value)]

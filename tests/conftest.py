@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may wait for a network
@@ -49,6 +50,12 @@ def make_run():
     return make
 
 
+def unscored(batch, module=trainer):
+    """The batch as it is before `score`."""
+    names = ("old_logp", "base_logp", "scores", "credit", "weights")
+    return replace(batch, **dict.fromkeys(names, module.NOT_SET))
+
+
 TINY_RUN = {
     "max_steps": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
     "num_generations": 4, "max_completion_length": 8, "max_eval_samples": 2, "warmup_steps": 1,
@@ -80,8 +87,6 @@ def run_main(monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.metrics, "write_curves", lambda *_: None)
     monkeypatch.setattr(trainer, "load_data", load_data_once)
-    # Else torch would keep its threads for every later test, and they would wait for each other.
-    monkeypatch.setattr(trainer, "use_every_core", lambda: None)
 
     def start(**flags) -> tuple[int, str, str]:
         flags = TINY_RUN | {"output_dir": "out"} | flags

@@ -2,11 +2,10 @@
 
 import contextlib
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from conftest import random_batch
+from conftest import random_batch, unscored
 
 import grpo_arca as trainer
 from common.metrics import weight_stats
@@ -19,8 +18,7 @@ def paper_weights(alpha: list[float], p: float) -> list[float]:
 
 
 def fresh_batch(**kw):
-    unscored = dict.fromkeys(("old_logp", "base_logp", "scores", "credit", "weights"))
-    return replace(random_batch(**kw), **unscored)
+    return unscored(random_batch(**kw))
 
 
 def scored(run, *batches):

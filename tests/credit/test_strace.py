@@ -512,5 +512,5 @@ def test_a_trace_that_would_overflow_leaves_finite_gradients(sign):
 def test_shares_and_decays_outside_0_to_1_are_refused(name, value, capsys):
     with pytest.raises(SystemExit) as stop:
         flags(**{name: value})
-    sentence = f"--{name} {float(value)} is out of range: it must lie in [0, 1]"
+    sentence = f"--{name} {float(value)} is out of range (at least 0, at most 1)"
     assert stop.value.code == 2 and sentence in capsys.readouterr().err

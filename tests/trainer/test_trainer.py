@@ -139,7 +139,7 @@ def test_finished_rows_are_dropped_and_nothing_else_changes(make_run, monkeypatc
     u = trainer.row_uniforms(run.args, "rollout", 0, torch.arange(10), 80)
 
     def keep(decoder, rows):
-        sizes.append((len(decoder.place), len(rows)))
+        sizes.append((len(decoder.active_rows), len(rows)))
         inner(decoder, rows)
 
     monkeypatch.setattr(trainer.Decoder, "keep", keep)
@@ -718,7 +718,7 @@ def test_rows_without_gradient_are_dropped_and_nothing_changes(make_run, loss_ty
     """PITFALLS 30: at advantage 0 there is none but the KL's; the rows count in the normalisers all
     the same. Against the whole batch, whose loss is written here."""
     run, batch = make_run(max_grad_norm=0, beta=beta, loss_type=loss_type), random_batch()
-    batch.advantages[2:7], batch.old_logp = 0.0, None
+    batch.advantages[2:7], batch.old_logp = 0.0, trainer.NOT_SET
     ((micro,),) = trainer.micro_batches(run.args, batch)
     assert len(micro.rows) == rows
     for x in (micro, batch):
@@ -747,7 +747,7 @@ def test_no_pass_that_nobody_needs(make_run):
     ):  # fmt: skip
         run, calls = make_run(credit=credit, beta=beta, num_iterations=iterations), []
         batch = random_batch()
-        batch.old_logp = None
+        batch.old_logp = trainer.NOT_SET
         run.model.get_base_model().model.register_forward_hook(lambda *_, c=calls: c.append(1))
         trainer.score(run, [batch], {})
         trainer.update(run, [batch])
@@ -757,7 +757,7 @@ def test_no_pass_that_nobody_needs(make_run):
 def test_the_first_update_is_at_a_share_of_the_peak_and_the_last_above_0(make_run):
     """A warm-up of 3 is 1/3, 2/3, 1 of the rate: no update is at rate 0."""
     run, batch, rates = make_run(warmup_steps=3, max_steps=6, learning_rate=0.3), random_batch(), []
-    batch.old_logp = None
+    batch.old_logp = trainer.NOT_SET
     trainer.score(run, [batch], {})
     for _ in range(6):
         rates.append(trainer.update(run, [batch])["learning_rate"])
@@ -918,26 +918,6 @@ def test_two_processes_under_accelerate_launch(tmp_path):
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
     for name, value in adapters[0].items():
         assert torch.allclose(value, adapters[1][name], atol=2e-4), name
-
-
-@pytest.mark.parametrize(
-    ("launched", "user", "expected"), [(1, 0, 1), (1, 1, 0), (0, 0, 1), (0, 1, 0)]
-)
-def test_every_core_unless_the_user_set_threads(monkeypatch, launched, user, expected):
-    """PITFALLS 16: `accelerate launch` sets OMP_NUM_THREADS=1 itself; a user's own value stays."""
-    calls, own = [], "OMP_NUM_THREADS=1" if user else "A=1"
-    monkeypatch.setattr(torch, "set_num_threads", calls.append)
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"HOME=/\0{own}\0SHELL=sh")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    if launched:
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    if launched or user:
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    trainer.use_every_core()
-    assert calls == [2] * expected
 
 
 @pytest.mark.slow  # the C++ compiler takes a minute and more
