@@ -44,21 +44,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import itertools
+import json
 import logging
 import math
 import os
 import shutil
 import signal
 import sys
+import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 # On import bitsandbytes warns about an AVX512 kernel, which `load_policy` turns off anyway.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -68,8 +72,7 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils.integrations import dequantize_bnb_weight
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -77,6 +80,10 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+from transformers.utils import find_adapter_config_file
+
+if TYPE_CHECKING:  # functions import PEFT where they use it: --help need not wait for it
+    from peft import PeftModel
 
 SCRIPT = Path(__file__).resolve()
 if not (SCRIPT.parent / "common").is_dir():
@@ -85,6 +92,7 @@ if not (SCRIPT.parent / "common").is_dir():
 from common.data import DataError, Problem, grade_batch, load_data, problem_at, reward_batch
 from common.metrics import (
     RunLog,
+    best_step,
     credit_group,
     credit_metrics,
     eval_metrics,
@@ -100,7 +108,9 @@ from common.metrics import (
 from common.reward import Grader, RewardError, load_reward_funcs
 
 CUDA = torch.cuda.is_available()
-DEFAULT_DTYPE = "bfloat16" if CUDA else "float32"
+# A GPU below compute capability 8, such as a T4, says that it has bf16, and emulates it slowly.
+HAS_BF16 = CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
+DEFAULT_DTYPE = "bfloat16" if HAS_BF16 else "float32"
 TINY_POLICY = str(SCRIPT.parent / "common/tiny_policy")
 
 MAX_SKIPPED_UPDATES = 10  # in a row, before the run ends
@@ -108,6 +118,7 @@ STOP_CHECK_INTERVAL = 8  # tokens between checks for ended completions; a check 
 SHRINK_AT = 0.75  # share of unfinished rows at which dropping the others is worth the copying
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 MAX_MESSAGE_LENGTH = 600  # characters
+LAUNCHER_HAS_ENDED = signal.SIGUSR1  # see `end_with_launcher`
 
 ProblemSet = tuple[list[Problem], list[list[int]]]  # problems, and their prompts as token ids
 
@@ -119,14 +130,14 @@ class NumberRange:
 
     above: float = -math.inf
     at_least: float = -math.inf
-    below: float = math.inf
+    below: float = 2.0**53  # beyond it not every integer is a float
     at_most: float = math.inf
 
     def __contains__(self, number: float) -> bool:
         return self.above < number < self.below and self.at_least <= number <= self.at_most
 
     def __str__(self) -> str:
-        limits = {name: limit for name, limit in asdict(self).items() if math.isfinite(limit)}
+        limits = {name: limit for name, limit in asdict(self).items() if abs(limit) < 2.0**53}
         words = [f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items()]
         return f"({', '.join(words)})"
 
@@ -146,8 +157,10 @@ class Args:
     """The flags. Their defaults suit an ordinary model; see also EMBEDDED_DEFAULTS below."""
 
     # model
-    model_name_or_path: str = flag(TINY_POLICY, "Hub id or folder; default: the embedded policy")
-    model_revision: str = flag("main", "branch, tag or commit of a Hub model")
+    model_name_or_path: str = flag(
+        TINY_POLICY, "Hub id or folder of a model, or of a LoRA adapter to start from"
+    )
+    model_revision: str = flag("main", "branch, tag or commit of a Hub model or adapter")
     load_in_4bit: bool = flag(True, "quantize the base to NF4 with double quantization")
     dtype: Literal["bfloat16", "float32"] = flag(DEFAULT_DTYPE, "precision of all but NF4 weights")
     lora_r: int = flag(32, "rank of the adapter", at_least=1)
@@ -175,6 +188,9 @@ class Args:
     )
     top_k: int = flag(0, "sample from this many likeliest tokens; 0 is off", at_least=0)
     rollout_weights: Literal["dense", "quantized"] = flag("dense", "weights: a dense copy | NF4")
+    per_device_rollout_batch_size: int = flag(
+        0, "completions sampled at once, as the key-value cache must hold them; 0: all", at_least=0
+    )
     # batch: prompts per step = batch size * accumulation * processes / num_generations
     per_device_train_batch_size: int = flag(8, "completions in a micro-batch", at_least=1)
     gradient_accumulation_steps: int = flag(4, "micro-batches per update", at_least=1)
@@ -194,7 +210,7 @@ class Args:
     negative_weight: float = flag(1.0, "scales advantages below 0; 0 ignores them", at_least=0)
     epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon", above=0)
     epsilon_high: float | None = flag(None, "and above 1 + this; default: epsilon", at_least=0)
-    beta: float = flag(0.0, "weight of the k3 KL to the base (adapter disabled)", at_least=0)
+    beta: float = flag(0.0, "weight of the k3 KL to the policy before training", at_least=0)
     mask_truncated_completions: bool = flag(False, "leave unfinished completions out of the loss")
     # === CREDIT ===
     credit: Literal["oar_g", "oar_p", "uniform", "random", "shuffled"] = flag(
@@ -240,13 +256,15 @@ class Args:
     eval_steps: int = flag(25, "updates between evaluations; 0: first and last", at_least=0)
     max_eval_samples: int = flag(200, "held-out problems", at_least=1)
     num_generations_eval: int = flag(4, "samples per held-out problem", at_least=1)
-    per_device_eval_batch_size: int = flag(32, "completions generated at once", at_least=1)
+    per_device_eval_batch_size: int = flag(32, "completions sampled at once", at_least=1)
     output_dir: str = flag("", "default: runs/<script>-<credit>-<seed>")
     save_steps: int = flag(50, "updates between checkpoints; 0 is off", at_least=0)
     save_total_limit: int | None = flag(None, "keep only this many checkpoints", at_least=1)
     resume_from_checkpoint: str | None = flag(None, "a checkpoint, or latest: the newest, if any")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "tracker")
     run_name: str = flag("", "name in the tracker and in titles; default: output_dir's")
+    # no flag: `start_from_adapter` fills it in
+    start_adapter: str | None = field(default=None, init=False)  # folder; None: a new adapter
 
     @property
     def updates_per_iteration(self) -> int:
@@ -258,6 +276,46 @@ class Args:
         """The number of updates in all passes over a rollout."""
         return self.num_iterations * self.updates_per_iteration
 
+
+TRL_FLAGS = {  # what to do about flags of TRL that are not here
+    "adam_beta1": "AdamW's betas are .9 and .999",
+    "adam_beta2": "AdamW's betas are .9 and .999",
+    "attn_implementation": "the model's own default is used",
+    "bf16": "use --dtype bfloat16",
+    "bnb_4bit_quant_type": "it is always nf4",
+    "config": "give the flags themselves",
+    "delta": "there is no two-sided clipping",
+    "do_eval": "evaluation is always on, see --eval_steps",
+    "do_train": "use --max_steps 0 to only evaluate",
+    "eval_strategy": "use --eval_steps",
+    "fp16": "use --dtype bfloat16 or float32",
+    "generation_batch_size": "use --steps_per_generation",
+    "gradient_checkpointing_kwargs": "use --gradient_checkpointing",
+    "importance_sampling_level": "sequence is grpo_strace.py --credit gspo",
+    "load_in_8bit": "use --load_in_4bit",
+    "log_completions": "completions.jsonl always has them",
+    "logging_dir": "use --output_dir",
+    "logging_steps": "every update is logged",
+    "lora_task_type": "it is always CAUSAL_LM",
+    "mask_truncated": "use --mask_truncated_completions",
+    "max_prompt_length": "no prompt is cut; one that does not fit the context is an error",
+    "min_p": "use --top_p or --top_k",
+    "num_train_epochs": "use --max_steps",
+    "optim": "the optimizer is always AdamW",
+    "overwrite_output_dir": "remove the folder, or change --output_dir",
+    "per_device_eval_batch": "use --per_device_eval_batch_size",
+    "push_to_hub": "upload the folder adapter/ with the command hf upload",
+    "repetition_penalty": "sampling has no penalties",
+    "save_strategy": "use --save_steps",
+    "torch_dtype": "use --dtype",
+    "trust_remote_code": "no code of a model is ever run",
+    "use_bnb_nested_quant": "it is always on",
+    "use_liger_kernel": "log-probs are computed in chunks without it",
+    "use_peft": "it is always on",
+    "use_vllm": "rollouts use the trained weights themselves",
+    "vllm_mode": "rollouts use the trained weights themselves",
+    "warmup_ratio": "use --warmup_steps",
+}
 
 EMBEDDED_DEFAULTS = {  # used instead for the tiny policies in common/
     "lora_r": 8,
@@ -307,7 +365,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     return scores
 
 
-def assign_credit(run: Run, micros: list[Batch], metrics: dict) -> None:
+def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Turns the scores of a rollout into weights, and logs what the scores cost."""
     args = run.args
     for micro in micros:
@@ -456,9 +514,9 @@ def answer_logp(
     """Returns the log-probs [m, V] of the answers of m rows of the probes.
 
     `inputs` are the ids [m, M] or the embeddings [m, M, H] of the last M columns; the cache holds
-    the others. For answer_joint the result is the mean log-prob [m, 1] of the answer's tokens. For
-    answer_mean the logits are those of the mean hidden state, as the head is linear. All is in
-    float64, because OAR-G differentiates the difference of two results.
+    the others. The log-probs are those of the mean logits of the answer's tokens; for answer_joint
+    the result is their mean log-prob [m, 1]. All is in float64, because OAR-G differentiates the
+    difference of two results.
     """
     base = run.model.get_base_model()
     is_joint = run.args.oar_answer_mode == "answer_joint"
@@ -468,9 +526,9 @@ def answer_logp(
     hidden = hidden_states(base, inputs, probes.attention[rows], cache)
     every_row = torch.arange(len(inputs))[:, None]
     hidden = hidden[every_row, torch.where(is_token, probes.answer_columns[rows], -1)]  # [m, A, H]
+    logits = head_logits(base, hidden)  # [m, A, V]
     if not is_joint:
-        hidden = (hidden * is_token[..., None]).sum(1) / tokens  # [m, H]
-    logits = head_logits(base, hidden)
+        logits = (logits * is_token[..., None]).sum(1) / tokens  # [m, V]
     logp = (logits.double() / run.args.temperature).log_softmax(-1)
     if not is_joint:
         return logp
@@ -594,15 +652,21 @@ def reasoning_noise(
     for i, row in enumerate(probes.rows):
         reasoning = probes.reasoning[i, start:]
         prompt, draw = divmod(int(micro.rows[row]), run.args.num_generations)
-        stream = random_stream(run.args.seed, "oar_noise", run.rollout, prompt, draw)
-        drawn = torch.randn(int(reasoning.sum()), embeddings.shape[2], generator=stream)
-        noise[i, reasoning] = run.args.oar_noise_std * drawn.to(noise)
+        key = (run.args.seed, "oar_noise", run.rollout, prompt, draw)
+        stream = random_stream(*key, device=noise.device)
+        size = (int(reasoning.sum()), embeddings.shape[2])
+        drawn = torch.randn(size, generator=stream, device=noise.device)
+        noise[i, reasoning] = run.args.oar_noise_std * drawn.to(noise.dtype)
     return noise
 
 
 @contextlib.contextmanager
 def in_fp32(run: Run) -> Iterator[nn.Module]:
-    """Yields the policy as a module that computes in fp32, whatever --dtype is."""
+    """Yields the policy as a module that computes in fp32, whatever --dtype is.
+
+    NF4 weights become fp32 numbers here, and bf16 ones in a bf16 training forward: scores see them
+    without that last rounding.
+    """
     nf4_layers = [layer for layer in run.model.modules() if hasattr(layer, "compute_dtype")]
     bf16_parameters = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
 
@@ -638,13 +702,14 @@ class Batch:
     sampled_logp: Tensor  # [B, T] under the policy that sampled, as the decode loop computed it
     entropy: Tensor  # [B, T] nats, of the distributions that the tokens were drawn from
     # set by `collect`
+    problems: list[Problem] = field(default_factory=list)  # [B] with gold answers and columns
     rewards: Tensor = NOT_SET  # [B] weighted sum of reward functions; NaN if none applies
     advantages: Tensor = NOT_SET  # [B]
     loss_mask: Tensor = NOT_SET  # [B, T] bool: the tokens that are trained on
     update_tokens: float = 0.0  # such tokens per update: mean over the rollout, all processes
     # set by `score`
     old_logp: Tensor = NOT_SET  # [B, T] before the first of several updates, in training mode
-    base_logp: Tensor = NOT_SET  # [B, T] with the adapter disabled, if beta or credit needs it
+    base_logp: Tensor = NOT_SET  # [B, T] under the reference, if beta or the credit needs it
     scores: Tensor = NOT_SET  # [B, T] the credit signal
     credit: Tensor = NOT_SET  # [B, T] what `surrogate_terms` needs
     weights: Tensor = NOT_SET  # [B, T] each token's share of the gradient: 1 on average
@@ -660,7 +725,7 @@ class Batch:
         start = int(used_columns[0])
         end = int(used_columns[-1]) + 1
 
-        tensors: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         for name, value in vars(self).items():
             if not isinstance(value, Tensor) or value is NOT_SET:
                 continue
@@ -669,12 +734,14 @@ class Batch:
                 selected = selected[:, start:end]
             elif value.dim() == 2:  # [B, T]
                 selected = selected[:, : end - self.prompt_width]
-            tensors[name] = selected
-        return replace(self, prompt_width=self.prompt_width - start, **tensors)
+            changes[name] = selected
+        if self.problems:
+            changes["problems"] = [self.problems[i] for i in index.tolist()]
+        return replace(self, prompt_width=self.prompt_width - start, **changes)
 
 
 class StopRequest:
-    """Records the first SIGINT or SIGTERM, and ends the process at the second one."""
+    """Records that the run should end: a signal has come, or `accelerate launch` has ended."""
 
     def __init__(self) -> None:
         self.received = False
@@ -682,13 +749,21 @@ class StopRequest:
     def listen(self) -> None:
         signal.signal(signal.SIGINT, self.handle)
         signal.signal(signal.SIGTERM, self.handle)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(signal.SIGHUP, self.handle)
+        signal.signal(LAUNCHER_HAS_ENDED, self.record)
 
     def handle(self, number: int, frame: object) -> None:
+        """Records the first signal, and ends the process at the second one."""
         if self.received:
             os._exit(128 + number)
+        self.record(number, frame)
+
+    def record(self, number: int, frame: object) -> None:
+        if not self.received:
+            # os.write, because the signal may have interrupted a print
+            os.write(2, b"\nending after this rollout or batch; a second signal ends at once\n")
         self.received = True
-        # os.write, because the signal may have interrupted a print
-        os.write(2, b"\nsaving after this rollout, then ending; a second signal ends at once\n")
 
 
 @dataclass
@@ -704,12 +779,14 @@ class Run:
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_ids: Tensor  # every token that ends a completion
     reward_funcs: dict  # name -> (function, weight)
+    start_weights: dict[str, Tensor]  # of the adapter that the run started from; empty if new
     grader: Grader = field(default_factory=Grader)
     stop_request: StopRequest = field(default_factory=StopRequest)
     step: int = 0  # updates so far
     rollout: int = 0  # rollouts so far
     groups: list = field(default_factory=list)  # examples for credit.html
     skipped: int = 0  # updates in a row whose loss or gradient was not finite
+    task: str = ""  # identifies all problems and prompts, so that `resume` recognizes them
 
     def is_due(self, interval: int) -> bool:
         """Whether the last rollout's updates reached a multiple of `interval`; 0 means never."""
@@ -732,7 +809,7 @@ def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, ba
         has_diverged = run.skipped >= MAX_SKIPPED_UPDATES
         saves_at_the_end = is_finished and run.step > 0 and args.save_steps > 0
         if is_interrupted or has_diverged or saves_at_the_end or run.is_due(args.save_steps):
-            save_checkpoint(run)
+            save_checkpoint(run, best_step(log.rows))
         if has_diverged:
             skipped = f"{MAX_SKIPPED_UPDATES} updates in a row"
             fail(f"loss or gradient was not finite in {skipped}: lower --learning_rate")
@@ -742,7 +819,10 @@ def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, ba
         # Evaluate.
         evaluates = run.step == 0 or is_finished or run.is_due(args.eval_steps)
         if evaluates:
-            log.write({"step": run.step, "eval": evaluate(run, *held_out)})
+            accuracies = evaluate(run, *held_out)
+            if accuracies is None:
+                continue  # to the checkpoint and the end
+            log.write({"step": run.step, "eval": accuracies})
             bar.unpause()  # keeps the evaluation out of the time per step
         if is_finished:
             return True
@@ -770,23 +850,23 @@ def scored_rollout(
 ) -> list[list[Batch]]:
     """Collects and scores a rollout. Returns the micro-batches of each update."""
     with timed(metrics, "seconds_rollout"):
-        batch, problem_of_row = collect(run, train_set, metrics)
+        batch = collect(run, train_set, metrics)
     metrics |= rollout_metrics(run, batch, metrics["seconds_rollout"])
-    log_completions(run, "train", batch, list(problem_of_row.values()), batch.rewards.tolist())
+    log_completions(run, "train", batch, batch.rewards.tolist())
 
     updates = micro_batches(run.args, batch)
     micros = list(itertools.chain.from_iterable(updates))
-    score(run, micros, metrics)
+    score(run, batch, micros, metrics)
 
     if for_report:
-        run.groups += credit_group(run, micros, problem_of_row)
+        run.groups += credit_group(run, micros)
     for hint in hints(run, metrics, batch):
         say(f"step {run.step + 1}: {hint}")
     return updates
 
 
-def collect(run: Run, train_set: ProblemSet, metrics: dict) -> tuple[Batch, dict[int, Problem]]:
-    """Samples and grades this process's share of a rollout, and returns the problem of each row."""
+def collect(run: Run, train_set: ProblemSet, metrics: dict) -> Batch:
+    """Samples and grades this process's share of a rollout, and computes the advantages."""
     args = run.args
     accelerator = run.accelerator
     problems, prompts = train_set
@@ -802,11 +882,13 @@ def collect(run: Run, train_set: ProblemSet, metrics: dict) -> tuple[Batch, dict
     group_numbers = [(first_row + row) // args.num_generations for row in rows.tolist()]
     problem_numbers = [problem_at(n, len(problems), args.seed) for n in group_numbers]
     row_problems = [problems[n] for n in problem_numbers]
+    row_prompts = [prompts[n] for n in problem_numbers]
 
     # Sample and grade.
     uniforms = row_uniforms(args, "rollout", run.rollout, rows, args.max_completion_length)
-    batch = sample(run, rows, [prompts[n] for n in problem_numbers], uniforms)
-    batch.rewards = reward_batch(run, batch, row_problems, metrics)
+    batch = sample_in_parts(run, rows, row_prompts, uniforms)
+    batch.problems = row_problems
+    batch.rewards = reward_batch(run, batch, metrics)
 
     # Compute the advantages. A group may be spread over several processes.
     rewards = accelerator.gather(batch.rewards)
@@ -822,7 +904,7 @@ def collect(run: Run, train_set: ProblemSet, metrics: dict) -> tuple[Batch, dict
         batch.loss_mask = batch.mask & ~batch.truncated[:, None]
     loss_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item()
     batch.update_tokens = loss_tokens / args.updates_per_iteration
-    return batch, dict(zip(rows.tolist(), row_problems, strict=True))
+    return batch
 
 
 def micro_batches(args: Args, batch: Batch) -> list[list[Batch]]:
@@ -860,14 +942,18 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
         known = is_known.sum(1, keepdim=True)
         correction = ((rewards.shape[1] - 1) / (known - 1)).sqrt()
         advantages = advantages / (rewards.std(1, keepdim=True) * correction + 1e-4)
-    # Where all rewards are equal, rounding of the mean must not leave a tiny advantage.
-    is_constant = (rewards == rewards[:, :1]).all(1, keepdim=True)
-    return advantages.masked_fill(is_constant | ~is_known, 0.0)
+    # Where all known rewards are equal, rounding of the mean must not leave a tiny advantage.
+    lowest = rewards.where(is_known, torch.inf).amin(1, keepdim=True)
+    highest = rewards.where(is_known, -torch.inf).amax(1, keepdim=True)
+    return advantages.masked_fill((lowest >= highest) | ~is_known, 0.0)
 
 
 @torch.no_grad()
-def score(run: Run, micros: list[Batch], metrics: dict) -> None:
-    """Computes what the updates need besides the rollout: log-probs and token weights."""
+def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
+    """Computes what the updates need besides the rollout: log-probs and token weights.
+
+    `batch` is the whole rollout of this process; `micros` hold its rows that have a gradient.
+    """
     args = run.args
     for micro in micros:
         with timed(metrics, "seconds_score"):
@@ -875,13 +961,34 @@ def score(run: Run, micros: list[Batch], metrics: dict) -> None:
                 micro.old_logp = training_forward(run, micro)
             run.policy.eval()
             if args.beta > 0:
-                with run.model.disable_adapter():
+                with reference_weights(run):
                     micro.base_logp, _ = run.policy(micro)
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
     with timed(metrics, "seconds_credit"):
-        assign_credit(run, micros, metrics)
+        assign_credit(run, batch, micros, metrics)
     metrics |= credit_metrics(run, micros)
+
+
+@contextlib.contextmanager
+def reference_weights(run: Run) -> Iterator[None]:
+    """Makes the policy its own reference within the `with` block: the policy before training.
+
+    That is the base model without an adapter, or the adapter that the run has started from.
+    """
+    if not run.start_weights:
+        with run.model.disable_adapter():
+            yield
+        return
+    trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
+    present_weights = {name: parameter.data for name, parameter in trained.items()}
+    try:
+        for name, parameter in trained.items():
+            parameter.data = run.start_weights[name]
+        yield
+    finally:
+        for name, parameter in trained.items():
+            parameter.data = present_weights[name]
 
 
 def update(run: Run, micros: list[Batch]) -> dict[str, float]:
@@ -975,42 +1082,60 @@ def token_scale(args: Args, mask: Tensor, completions: float, tokens: float) -> 
     return mask / (completions * args.max_completion_length)
 
 
-def evaluate(run: Run, problems: list[Problem], prompts: list[list[int]]) -> dict[str, float]:
-    """Returns accuracies and pass@k over all processes. All evaluations use the same uniforms."""
+def evaluate(
+    run: Run, problems: list[Problem], prompts: list[list[int]]
+) -> dict[str, float] | None:
+    """Returns accuracies and pass@k over all processes, or None if a signal asked for the end.
+
+    All evaluations use the same uniforms.
+    """
     args = run.args
     accelerator = run.accelerator
     own_problems = range(accelerator.process_index, len(problems), accelerator.num_processes)
+    # Each problem has as many random streams as in training, or more if it needs more.
+    group_size = max(args.num_generations, args.num_generations_eval)
     verdicts = []
     for kind, samples in (("greedy", 1), ("sampled", args.num_generations_eval)):
         jobs = list(itertools.product(own_problems, range(samples)))
         starts = range(0, len(jobs), args.per_device_eval_batch_size)
         for start in tqdm(starts, kind, leave=False, disable=not accelerator.is_main_process):
+            if run.stop_request.received:
+                break
             batch_jobs = jobs[start : start + args.per_device_eval_batch_size]
-            asked = [problems[n] for n, _ in batch_jobs]
-            asked_prompts = [prompts[n] for n, _ in batch_jobs]
-            rows = torch.tensor([n * args.num_generations + draw for n, draw in batch_jobs])
-            uniforms = row_uniforms(args, "eval", 0, rows, args.max_completion_length)
-            batch = sample(run, rows, asked_prompts, uniforms, greedy=kind == "greedy")
-            grades = grade_batch(run, batch, asked)
-            log_completions(run, kind, batch, asked, grades)
+            batch_prompts = [prompts[n] for n, _ in batch_jobs]
+            rows = torch.tensor([n * group_size + draw for n, draw in batch_jobs])
+            uniforms = row_uniforms(args, "eval", 0, rows, args.max_completion_length, group_size)
+            is_greedy = kind == "greedy"
+            batch = sample(run, rows, batch_prompts, uniforms, is_greedy)
+            batch.problems = [problems[n] for n, _ in batch_jobs]
+            grades = grade_batch(run, batch)
+            log_completions(run, kind, batch, grades)
             for (n, _), grade in zip(batch_jobs, grades, strict=True):
                 verdicts.append((kind, n, grade))
-    return eval_metrics(gather_object(verdicts))
+    all_verdicts = gather_object(verdicts)
+    if any(gather_object([run.stop_request.received])):  # on any process
+        return None
+    return eval_metrics(all_verdicts)
 
 
 # ---- Rollout: our own decode loop over a static KV cache -----------------------------------------
-def random_stream(*key: object) -> torch.Generator:
+def random_stream(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
     """Returns a generator that depends only on `key`, so that a checkpoint need not save it."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "big") >> 1  # a positive int64
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(device).manual_seed(seed)
 
 
-def row_uniforms(args: Args, kind: str, step: int, rows: Tensor, length: int) -> Tensor:
-    """Returns uniforms [B, length] that depend only on --seed, `kind`, `step` and the row."""
+def row_uniforms(
+    args: Args, kind: str, step: int, rows: Tensor, length: int, group_size: int = 0
+) -> Tensor:
+    """Returns uniforms [B, length] that depend only on --seed, `kind`, `step` and the row.
+
+    A row is prompt * group_size + sample; the group size is --num_generations if it is not given.
+    """
     uniforms = []
     for row in rows.tolist():
-        prompt, draw = divmod(row, args.num_generations)
+        prompt, draw = divmod(row, group_size or args.num_generations)
         stream = random_stream(args.seed, kind, step, prompt, draw)
         uniforms.append(torch.rand(length, generator=stream))
     return torch.stack(uniforms)
@@ -1055,8 +1180,11 @@ class Decoder:
     """Samples completions of B prompts, one column of tokens at a time.
 
     Every `step` runs the same operations on the same tensors, and the host never looks at their
-    values, so a CUDA graph can replay it.
+    values, so a CUDA graph can replay it. This is our own loop because `generate` does not compile
+    bitsandbytes' NF4 layers under a static cache, and returns no entropies.
     """
+
+    can_capture = True  # until a step cannot be recorded
 
     def __init__(
         self, model: nn.Module, prompts: list[list[int]], uniforms: Tensor, sampling: tuple
@@ -1115,15 +1243,29 @@ class Decoder:
 
     def advance(self) -> None:
         """Takes a step. On a GPU, the first on new tensors warms up and the second is captured."""
-        if CUDA and self.steps_on_these_tensors == 1:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):  # records without running
-                self.step()
+        if CUDA and Decoder.can_capture and self.steps_on_these_tensors == 1:
+            self.capture()
         if self.graph is not None:
             self.graph.replay()
         else:
             self.step()
         self.steps_on_these_tensors += 1
+
+    def capture(self) -> None:
+        """Records a step as a CUDA graph, without running it.
+
+        A model that lets the host read a value, such as a length, cannot be recorded. It decodes
+        step by step.
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local, because NCCL's own thread may use the GPU meanwhile
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.step()
+            self.graph = graph
+        except RuntimeError as error:
+            Decoder.can_capture = False
+            say(f"this model decodes without a CUDA graph, which is slower: {error}")
 
     def keep(self, rows: Tensor) -> None:
         """Continues with only `rows` of the active rows, in smaller tensors."""
@@ -1134,9 +1276,50 @@ class Decoder:
         self.steps_on_these_tensors = 0
 
 
+def sample_in_parts(run: Run, rows: Tensor, prompts: list[list[int]], uniforms: Tensor) -> Batch:
+    """Samples a rollout, --per_device_rollout_batch_size completions at a time.
+
+    Each completion depends on its own row of the uniforms, so the parts change no sample.
+    """
+    part_size = run.args.per_device_rollout_batch_size or len(rows)
+    parts = []
+    for start in range(0, len(rows), part_size):
+        part = slice(start, start + part_size)
+        parts.append(sample(run, rows[part], prompts[part], uniforms[part]))
+    if len(parts) == 1:
+        return parts[0]
+    return join_batches(parts, run.tokenizer.pad_token_id)
+
+
+def join_batches(parts: list[Batch], pad_token_id: int) -> Batch:
+    """Returns the rows of all parts in one batch, padded to the widest prompts and completions."""
+    prompt_width = max(part.prompt_width for part in parts)
+    length = max(part.mask.shape[1] for part in parts)
+
+    def join(name: str, padding: float) -> Tensor:
+        padded = []
+        for part in parts:
+            columns = getattr(part, name)
+            on_the_left = 0 if name in ("sampled_logp", "entropy") else prompt_width
+            on_the_left = max(0, on_the_left - part.prompt_width)
+            on_the_right = length - part.mask.shape[1]
+            padded.append(F.pad(columns, (on_the_left, on_the_right), value=padding))
+        return torch.cat(padded)
+
+    return Batch(
+        rows=torch.cat([part.rows for part in parts]),
+        prompt_width=prompt_width,
+        ids=join("ids", pad_token_id),
+        attention=join("attention", False),
+        truncated=torch.cat([part.truncated for part in parts]),
+        sampled_logp=join("sampled_logp", 0.0),
+        entropy=join("entropy", 0.0),
+    )
+
+
 @torch.no_grad()
 def sample(
-    run: Run, rows: Tensor, prompts: list[list[int]], uniforms: Tensor, greedy: bool = False
+    run: Run, rows: Tensor, prompts: list[list[int]], uniforms: Tensor, is_greedy: bool = False
 ) -> Batch:
     """Samples a completion of up to T tokens for each prompt, using uniforms [B, T].
 
@@ -1144,7 +1327,7 @@ def sample(
     """
     run.policy.eval()
     uniforms = uniforms.to(run.eos_ids.device)
-    decoder = decode(run, prompts, uniforms, greedy)
+    decoder = decode(run, prompts, uniforms, is_greedy)
 
     # A completion ends with its first stop token. Everything after that is padding.
     prompt_width = decoder.prompt_width
@@ -1168,10 +1351,10 @@ def sample(
     )
 
 
-def decode(run: Run, prompts: list[list[int]], uniforms: Tensor, greedy: bool) -> Decoder:
+def decode(run: Run, prompts: list[list[int]], uniforms: Tensor, is_greedy: bool) -> Decoder:
     """Runs a decoder until every completion has a stop token or T tokens, and returns it."""
     args = run.args
-    sampling = (0.0 if greedy else args.temperature, args.top_k, args.top_p)
+    sampling = (0.0 if is_greedy else args.temperature, args.top_k, args.top_p)
     weights = dense(run.model) if args.rollout_weights == "dense" else contextlib.nullcontext()
     with weights, run.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
         decoder = Decoder(run.model.get_base_model(), prompts, uniforms, sampling)
@@ -1210,6 +1393,8 @@ def dense(model: PeftModel) -> Iterator[None]:
 
 def dense_forward(layer: Any, base_layer: Any) -> Callable[[Tensor], Tensor]:
     """Returns a forward function with a dense weight, and with the adapter if the layer has one."""
+    from peft.utils.integrations import dequantize_bnb_weight
+
     weight = dequantize_bnb_weight(base_layer.weight).to(base_layer.compute_dtype)
     bias = base_layer.bias
 
@@ -1237,10 +1422,11 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
 
-    def forward(self, micro: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, micro: Batch, needs_logp: bool = True) -> tuple[Tensor, Tensor]:
         """Returns log-probs [B, T] at the sampling temperature, and hidden states [B, T, H].
 
-        The hidden states are after the final norm, at the positions that predict the tokens.
+        The hidden states are after the final norm, at the positions that predict the tokens. Where
+        log-probs are not needed, they are NOT_SET: the head is a large part of a small model.
         """
         base = self.model.get_base_model()
         attention = micro.attention.long()
@@ -1252,6 +1438,8 @@ class Policy(nn.Module):
         start = 0 if cache is None else cached
         hidden = hidden_states(base, micro.ids[:, start:-1], attention[:, :-1], cache)
         hidden = hidden[:, cached - start :]  # [B, T, H]
+        if not needs_logp:
+            return NOT_SET, hidden
 
         # Compute logits in chunks, and recompute them in the backward pass instead of keeping them.
         vocabulary_size = base.get_output_embeddings().weight.shape[0]
@@ -1335,7 +1523,6 @@ def head_logits(base: transformers.PreTrainedModel, hidden: Tensor) -> Tensor:
 def load_policy(args: Args, device: torch.device) -> PeftModel:
     """Loads the base model in NF4, computing in --dtype, and adds a new LoRA adapter."""
     name = args.model_name_or_path
-    modules = args.lora_target_modules
     quantization = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -1343,25 +1530,22 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         bnb_4bit_compute_dtype=args.dtype,
     )
     try:
-        base = transformers.AutoModelForCausalLM.from_pretrained(
+        base, loading = transformers.AutoModelForCausalLM.from_pretrained(
             name,
             revision=args.model_revision,
             trust_remote_code=False,
             quantization_config=quantization if args.load_in_4bit else None,
             dtype=args.dtype,
             device_map={"": device},
+            output_loading_info=True,
         )
+        check_weights(base, name, loading)
         torch.manual_seed(args.seed)  # so that every process has the same adapter
-        lora = LoraConfig(
-            task_type="CAUSAL_LM",
-            target_modules="all-linear" if modules == ["all-linear"] else modules,
-            r=args.lora_r,
-            lora_alpha=args.lora_alpha,
-            lora_dropout=args.lora_dropout,
-        )
-        model = get_peft_model(base, lora)
-    except (OSError, ValueError) as error:
-        fail(f"cannot load {name} with LoRA on {' '.join(modules)}: {error}")
+        model = add_adapter(args, base)
+    except Exception as error:  # a damaged folder may raise anything
+        if "memory" in str(error):
+            raise
+        fail(f"cannot load {name} with LoRA on {' '.join(args.lora_target_modules)}: {error}")
 
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -1371,16 +1555,69 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     return model
 
 
+def check_weights(base: nn.Module, name: str, loading: dict[str, Any]) -> None:
+    """Ends the run if the files of a model lack weights, or hold some that the model leaves out.
+
+    The model class would fill in random numbers, or compute without them. Weights of whole modules
+    that it does not have, such as a vision tower, may be left out.
+    """
+    missing = sorted([*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])])
+    if missing:
+        fail(f"{name} lacks weights, or has them in other shapes: {', '.join(missing[:5])}")
+    modules = {module_name for module_name, _ in base.named_modules()}
+    left_out = []
+    for key in sorted(loading["unexpected_keys"]):
+        parent = ".".join(key.split(".")[:-2])  # of "layers.0.attn.q_norm.weight": layers.0.attn
+        if parent and parent in modules:
+            left_out.append(key)
+    if left_out:
+        fail(f"{name} has weights that {type(base).__name__} leaves out: {', '.join(left_out[:5])}")
+
+
+def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
+    """Returns the model with a new LoRA adapter, or with the one that the run starts from."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if args.start_adapter is not None:
+        return PeftModel.from_pretrained(base, args.start_adapter, is_trainable=True)
+
+    # Some checkpoints also read images. An adapter outside the language model gets no gradient.
+    language_model = set(base.get_decoder().modules()) | {base.get_output_embeddings()}
+    outside = [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and module not in language_model
+    ]
+    names = args.lora_target_modules
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        exclude_modules=outside or None,
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+    )
+    model = get_peft_model(base, lora)
+    targeted = model.base_model.targeted_module_names
+    for name in names:
+        if name != "all-linear" and not any(f".{t}".endswith(f".{name}") for t in targeted):
+            fail(f"--lora_target_modules {name} is no linear layer of {args.model_name_or_path}")
+    return model
+
+
 def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Run:
     """Builds the policy, the optimizer and the schedule, and prepares them with Accelerate."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
     reward_funcs = load_reward_funcs(args.reward_funcs, args.reward_weights)
-    accelerator = Accelerator(
-        project_dir=args.output_dir,
-        mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
-        cpu=not CUDA,  # otherwise processes on CPUs do not find each other
-        log_with=None if args.report_to == "none" else args.report_to,
-    )
+    try:
+        accelerator = Accelerator(
+            project_dir=args.output_dir,
+            mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
+            cpu=not CUDA,  # otherwise processes on CPUs do not find each other
+            log_with=None if args.report_to == "none" else args.report_to,
+        )
+    except ValueError as error:  # what Accelerate reads from the environment
+        fail(f"Accelerate refuses the launcher's settings (ACCELERATE_...): {error}")
 
     model = load_policy(args, accelerator.device)
     if args.torch_compile:
@@ -1390,8 +1627,13 @@ def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Ru
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    start_weights = {}
+    if args.start_adapter is not None:
+        start_weights = {name: p.detach().clone() for name, p in trained.items()}
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=args.learning_rate, weight_decay=args.weight_decay
+    )
     scheduler = transformers.get_scheduler(
         args.lr_scheduler_type,
         optimizer,
@@ -1412,6 +1654,7 @@ def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Ru
         tokenizer=tokenizer,
         eos_ids=torch.tensor(stop_token_ids(model, tokenizer), device=accelerator.device),
         reward_funcs=reward_funcs,
+        start_weights=start_weights,
     )
 
 
@@ -1421,17 +1664,22 @@ def stop_token_ids(model: PeftModel, tokenizer: transformers.PreTrainedTokenizer
     stop_ids = {tokenizer.eos_token_id}
     stop_ids.update(configured if isinstance(configured, list) else [configured])
     stop_ids.discard(None)
+    if not all(type(stop_id) is int for stop_id in stop_ids):
+        fail(f"the generation config's eos_token_id is {configured!r}: it must be an id or a list")
     return sorted(stop_ids)
 
 
-def check_model(run: Run, prompt: list[int]) -> None:
+def check_model(run: Run, train_set: ProblemSet) -> None:
     """Ends the run if our log-probs differ from the stock model's, or if no step can be taken."""
     name = run.args.model_name_or_path
     try:
-        gap = trial_step(run, prompt)
+        gap = trial_step(run, train_set)
+    except RewardError:
+        raise
     except Exception as error:  # a model family's code may raise anything
-        # The embedded policy is known to run, so the mistake is in the CREDIT region: show it.
-        if "memory" in str(error) or name == TINY_POLICY:
+        # The embedded policy is known to run. There, and where the CREDIT region raises the error
+        # by itself, the mistake is in the code: show it.
+        if "memory" in str(error) or name == TINY_POLICY or is_raised_by_credit(error):
             raise
         fail(f"{name} does not run here: {type(error).__name__}: {error}")
     tolerance = 1e-3 if run.args.dtype == "float32" else 0.1
@@ -1439,16 +1687,28 @@ def check_model(run: Run, prompt: list[int]) -> None:
         fail(f"{name} is not supported: its log-probs here are {gap:.2g} nats off its own")
 
 
-def trial_step(run: Run, prompt: list[int]) -> float:
+def is_raised_by_credit(error: Exception) -> bool:
+    """Whether the last line of this file that an error went through is in the CREDIT region."""
+    lines = SCRIPT.read_text(encoding="utf-8").splitlines()
+    region = range(lines.index("# === CREDIT ==="), lines.index("# === END CREDIT ==="))
+    frames = traceback.extract_tb(error.__traceback__)
+    own_lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == SCRIPT]
+    return own_lines[-1] in region
+
+
+def trial_step(run: Run, train_set: ProblemSet) -> float:
     """Runs a step without its update. Returns the gap to the stock model's log-probs in nats.
 
     The batch holds two completions of 8 tokens, for prompts of different lengths.
     """
-    long_prompt = prompt[-24:]
+    problems, prompts = train_set
+    long_prompt = prompts[0][-24:]
     short_prompt = long_prompt[len(long_prompt) // 3 :]
     uniforms = torch.full((2, 8), 0.5)
     endless_run = replace(run, eos_ids=run.eos_ids[:0])  # nothing ends a completion early
     batch = sample(endless_run, torch.arange(2), [long_prompt, short_prompt], uniforms)
+    batch.problems = [problems[0], problems[0]]
+    reward_batch(run, batch, {})  # a mistake in a reward function shows now, not in minutes
     gap = stock_gap(run, batch, run.policy(batch)[0])
 
     # Write an answer at the end of both completions, for OAR.
@@ -1456,7 +1716,8 @@ def trial_step(run: Run, prompt: list[int]) -> float:
     batch.ids[:, -len(answer) :] = torch.tensor(answer)
     batch.loss_mask = batch.mask
     batch.advantages = batch.rows + 1.0
-    score(run, [batch], {})
+    score(run, batch, [batch], {})
+    check_credit(batch)
 
     logp = training_forward(run, batch)
     loss, _ = policy_loss(run.args, batch, logp, logp.detach(), batch.mask)
@@ -1467,6 +1728,15 @@ def trial_step(run: Run, prompt: list[int]) -> float:
     return gap
 
 
+def check_credit(batch: Batch) -> None:
+    """Ends the run if the functions of the CREDIT region have returned impossible numbers."""
+    lowest = f"{batch.scores.min().item():.3g}"
+    if not batch.scores.isfinite().all():
+        fail(f"token_scores returned a score that is not a finite number (lowest: {lowest})")
+    if not (batch.weights >= 0).all() or not batch.credit.isfinite().all():  # NaN is not >= 0
+        fail(f"assign_credit made weights below 0 or NaN, from scores of at least {lowest}")
+
+
 # ---- Checkpoints: everything that training changes -----------------------------------------------
 def checkpoints(output_dir: str) -> list[Path]:
     """Returns the complete checkpoints, oldest first."""
@@ -1475,15 +1745,19 @@ def checkpoints(output_dir: str) -> list[Path]:
     return [by_step[step] for step in sorted(filter(str.isdigit, by_step), key=int)]
 
 
-def save_checkpoint(run: Run) -> None:
-    """Saves <output_dir>/checkpoint-<step>, and deletes checkpoints beyond --save_total_limit."""
+def save_checkpoint(run: Run, best: int | None) -> None:
+    """Saves <output_dir>/checkpoint-<step>, and deletes the oldest beyond --save_total_limit.
+
+    The one whose evaluation was the best, at the step `best`, is kept and not counted.
+    """
     args = run.args
     folder = Path(args.output_dir) / f"checkpoint-{run.step}"
     if run.accelerator.is_main_process and not folder.exists():
         partial = folder.with_name("partial-checkpoint")
         write_checkpoint(run, folder, partial)
         if args.save_total_limit is not None:
-            for old in checkpoints(args.output_dir)[: -args.save_total_limit]:
+            others = [f for f in checkpoints(args.output_dir) if f.name != f"checkpoint-{best}"]
+            for old in others[: -args.save_total_limit]:
                 shutil.rmtree(old.rename(partial))  # half a folder must not look like a whole one
     run.accelerator.wait_for_everyone()
 
@@ -1499,8 +1773,11 @@ def write_checkpoint(run: Run, folder: Path, partial: Path) -> None:
         "optimizer": run.optimizer.state_dict()["state"],
         "schedule": run.scheduler.last_epoch,
         "base": base_fingerprint(run),
+        "task": run.task,
         "flags": flags_and_processes(run),
     }
+    if partial.is_symlink():
+        partial.unlink()  # nothing is written to where it leads
     shutil.rmtree(partial, ignore_errors=True)
     try:
         run.model.save_pretrained(partial)  # for users of PEFT
@@ -1515,9 +1792,26 @@ def write_checkpoint(run: Run, folder: Path, partial: Path) -> None:
         raise OSError(message) from error
 
 
-def base_fingerprint(run: Run) -> list[float]:
-    """Returns a few embedding weights, by which `resume` recognizes the base model."""
-    return run.model.get_input_embeddings().weight[:64, 0].tolist()
+def base_fingerprint(run: Run) -> str:
+    """Returns a digest of some weights, by which `resume` recognizes the base model.
+
+    NF4 weights are left out: a GPU and a CPU may round one of them differently.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in run.model.named_parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            weights = parameter.flatten()[:64].float().tolist()
+            digest.update(f"{name} {weights}".encode())
+    return digest.hexdigest()
+
+
+def task_fingerprint(problem_sets: list[ProblemSet]) -> str:
+    """Returns a digest of all gold answers and prompts, by which `resume` recognizes the task."""
+    digest = hashlib.blake2b(digest_size=16)
+    for problems, prompts in problem_sets:
+        for problem, prompt in zip(problems, prompts, strict=True):
+            digest.update(f"{problem.answer} {prompt}\n".encode(errors="replace"))
+    return digest.hexdigest()
 
 
 def flags_and_processes(run: Run) -> dict[str, Any]:
@@ -1549,6 +1843,8 @@ def resume(run: Run) -> None:
     folder = existing[-1] if requested == "latest" else Path(requested)
     try:
         saved_flags = load_checkpoint(run, folder)
+    except ValueError as error:
+        fail(f"cannot resume from {folder}: {error}")
     except Exception as error:  # a damaged file may raise anything
         fail(f"cannot resume from {folder}: {error!r} (if it is damaged, delete it)")
 
@@ -1570,19 +1866,44 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
     trained_names = [name for name, p in run.model.named_parameters() if p.requires_grad]
     if sorted(state["adapter"]) != sorted(trained_names) or state["base"] != base_fingerprint(run):
         raise ValueError("it belongs to another model, or to other layers of it")
+    if state["task"] != run.task:
+        advice = "to go on from its adapter, give another --output_dir"
+        raise ValueError(f"its problems or prompts were not those of these flags: {advice}")
+    check_state(run, folder, state)
 
     run.model.load_state_dict(state["adapter"], strict=False)
     # Restore the optimizer's moments, but keep the learning rate and weight decay of the flags.
     run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": state["optimizer"]})
     for _ in range(state["schedule"] - run.scheduler.last_epoch):
         run.scheduler.step()
-    run.step = int(state["step"])
-    run.rollout = int(state["rollout"])
+    run.step = state["step"]
+    run.rollout = state["rollout"]
     run.groups = list(state["groups"])
-    flags = dict(state["flags"])
     if run.step > run.args.max_steps:
         raise ValueError("it is past --max_steps: raise that flag")
-    return flags
+    return dict(state["flags"])
+
+
+def check_state(run: Run, folder: Path, state: dict[str, Any]) -> None:
+    """Raises ValueError unless all of a checkpoint's state can belong to this run."""
+    counts = (state["step"], state["rollout"], state["schedule"])
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError("its counts are damaged")
+    named_step = folder.name.removeprefix("checkpoint-")
+    if named_step.isdigit() and int(named_step) != state["step"]:
+        raise ValueError(f"it is of step {state['step']}: rename it to checkpoint-{state['step']}")
+
+    shapes = {name: p.shape for name, p in run.model.named_parameters() if p.requires_grad}
+    tensors = list(state["adapter"].values())
+    if [tensor.shape for tensor in tensors] != [shapes[name] for name in state["adapter"]]:
+        raise ValueError("its adapter has other shapes: give the --lora_r that it was trained with")
+    for number, moments in state["optimizer"].items():
+        own_shape = list(shapes.values())[number]
+        if moments["exp_avg"].shape != own_shape or moments["exp_avg_sq"].shape != own_shape:
+            raise ValueError("its optimizer's state has other shapes")
+        tensors += [moments["exp_avg"], moments["exp_avg_sq"]]
+    if not all(tensor.isfinite().all() for tensor in tensors):
+        raise ValueError("it holds numbers that are not finite")
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -1591,7 +1912,8 @@ def say(message: object) -> None:
     if int(os.environ.get("RANK", "0")) != 0:
         return
     text = f"{SCRIPT.name}: {message}"[:MAX_MESSAGE_LENGTH]
-    line = " ".join(text.split())
+    # Names from files that others wrote must not send escape codes to the terminal.
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     with contextlib.suppress(OSError):  # nobody may be listening
         tqdm.write(line, file=sys.stderr)
 
@@ -1606,6 +1928,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Keeps the docstring's layout, and shows both defaults where embedded policies differ."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
+        if action.default in (None, ""):
+            return action.help or ""  # which says what the default is
         text = super()._get_help_string(action) or ""
         embedded_default = EMBEDDED_DEFAULTS.get(action.dest, action.default)
         if embedded_default != action.default:
@@ -1615,6 +1939,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Parses the flags, and checks what can be checked without a model or data."""
+    check_ranks()
     parser = transformers.HfArgumentParser(
         Args,
         description=__doc__,
@@ -1626,14 +1951,21 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
     # Parse once to learn the model, and again if the defaults depend on it.
     args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if Path(args.model_name_or_path).resolve().parent == Path(TINY_POLICY).parent:
-        parser.set_defaults(**EMBEDDED_DEFAULTS)
-        args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        name = unknown[0].partition("=")[0]
-        replacements = {"--bf16": "--dtype bfloat16", "--num_train_epochs": "--max_steps"}
-        advice = f"use {replacements[name]}" if name in replacements else "see --help"
-        fail(f"unknown flag {name}; {advice}")
+        fail(unknown_flags(unknown))
+    start_adapter, adapter_defaults = find_adapter(args.model_name_or_path, args.model_revision)
+    name = adapter_defaults.get("model_name_or_path", args.model_name_or_path)
+    if Path(name).resolve().parent == Path(TINY_POLICY).parent:
+        parser.set_defaults(**EMBEDDED_DEFAULTS)
+        args, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if start_adapter is not None:
+        tokens = sys.argv[1:] if argv is None else argv
+        for token in tokens:
+            if token.startswith("--lora_"):
+                fail(f"{token.partition('=')[0]} is given by {args.model_name_or_path}: drop it")
+        args.start_adapter = start_adapter
+        for flag_name, value in adapter_defaults.items():
+            setattr(args, flag_name, value)
 
     for declared in fields(args):
         accepted = declared.metadata.get("metavar")
@@ -1651,6 +1983,46 @@ def parse_args(argv: list[str] | None = None) -> Args:
         fail(f"--report_to {args.report_to} needs: pip install {args.report_to}")
     check_launcher()
     return args
+
+
+def unknown_flags(unknown: list[str]) -> str:
+    """Returns the sentence about arguments that are no flags, with advice for flags of TRL."""
+    described = []
+    for argument in unknown:
+        name = argument.partition("=")[0].removeprefix("--")
+        if argument.startswith("--"):
+            described.append(f"--{name} ({TRL_FLAGS.get(name, 'see --help')})")
+    if not described:
+        return f"unknown argument {unknown[0]}: a flag begins with --"
+    return f"unknown flags: {', '.join(described)}"
+
+
+def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:
+    """Returns the folder of the LoRA adapter that a name stands for, and the flags it determines.
+
+    Returns None and no flags if the name is a model's. Hub adapters are downloaded here.
+    """
+    path = find_adapter_config_file(name, revision=revision)
+    if path is None:
+        return None, {}
+    if not Path(name).is_dir():
+        path = snapshot_download(name, revision=revision, allow_patterns="adapter_*")
+        path = f"{path}/adapter_config.json"
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        flags = {
+            "model_name_or_path": config["base_model_name_or_path"],
+            "model_revision": config.get("revision") or "main",
+            "lora_r": config["r"],
+            "lora_alpha": config["lora_alpha"],
+            "lora_dropout": config.get("lora_dropout", 0.0),
+            "lora_target_modules": config["target_modules"],
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fail(f"{name} is no LoRA adapter of a language model: {error!r}")
+    if config.get("peft_type") != "LORA" or not isinstance(flags["model_name_or_path"], str):
+        fail(f"{name} is no LoRA adapter that names its base model")
+    return str(Path(path).parent), flags
 
 
 def check_batch_sizes(args: Args) -> None:
@@ -1682,18 +2054,59 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def check_ranks() -> None:
+    """Ends the run if the launcher's variables make no sense."""
+    try:
+        rank = int(os.environ.get("RANK", "0"))
+        is_possible = 0 <= rank < world_size()
+    except ValueError:
+        is_possible = False
+    if not is_possible:
+        found = f"RANK={os.environ.get('RANK')}, WORLD_SIZE={os.environ.get('WORLD_SIZE')}"
+        sys.exit(f"{SCRIPT.name}: error: {found} is no process of a launcher: unset both")
+
+
+def lock_output_dir(output_dir: str) -> int | None:
+    """Ends the run if another one is using its folder. Returns a file descriptor to keep open.
+
+    The kernel releases the lock when this process ends, however it ends.
+    """
+    descriptor = os.open(output_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"another run is writing to {output_dir}: wait for its end, or change --output_dir")
+    except OSError:  # a file system without locks
+        return None
+    return descriptor
+
+
+def end_with_launcher() -> None:
+    """Asks the kernel for a signal to this process when `accelerate launch` ends.
+
+    The launcher does not pass on the signal that ends it. The kernel's signal ends this process
+    while it loads, and later the run after its rollout. It is one of its own, because after Ctrl-C
+    the launcher ends as well: that must not count as a second Ctrl-C.
+    """
+    PR_SET_PDEATHSIG = 1  # in Linux's prctl.h
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # which the launcher has set
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_HAS_ENDED)
+
+
 def run_to_the_end(args: Args) -> None:
     """Trains, and saves the adapter and a report; after a signal, only a checkpoint."""
     tokenizer, train_set, held_out = load_data(args)
-    adapter_folder = Path(args.output_dir) / "adapter"
-    adapter_folder.mkdir(parents=True, exist_ok=True)
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    if int(os.environ.get("RANK", "0")) == 0:
+        lock_output_dir(args.output_dir)
     run = build_run(args, tokenizer)
+    run.task = task_fingerprint([train_set, held_out])
     accelerator = run.accelerator
-    train_problems, train_prompts = train_set
+    train_problems, _ = train_set
     held_out_problems, _ = held_out
     processes = accelerator.num_processes
     say(introduction(asdict(args), train_problems, held_out_problems, processes))
-    check_model(run, train_prompts[0])
+    check_model(run, train_set)
 
     run.stop_request.listen()
     resume(run)
@@ -1703,7 +2116,7 @@ def run_to_the_end(args: Args) -> None:
         is_finished = train(run, train_set, held_out, log, bar)
 
     if is_main and is_finished:
-        run.model.save_pretrained(adapter_folder)
+        run.model.save_pretrained(f"{args.output_dir}/adapter")
         print(report_run(asdict(args), log, run.groups))
     elif is_main:
         advice = "to go on, run the same command again with --resume_from_checkpoint latest"
@@ -1713,6 +2126,7 @@ def run_to_the_end(args: Args) -> None:
 
 
 def main() -> None:
+    end_with_launcher()
     args = parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -1721,6 +2135,8 @@ def main() -> None:
         run_to_the_end(args)
     except (DataError, RewardError, SafetensorError, OSError) as error:
         fail(error)
+    except KeyboardInterrupt:  # before the run listens to signals, so nothing needs saving
+        sys.exit(128 + signal.SIGINT)
     except RuntimeError as error:
         if "memory" not in str(error):  # not that of a GPU or this machine
             raise

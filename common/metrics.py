@@ -280,14 +280,14 @@ def introduction(config: dict, problems: list, held_out: list, processes: int) -
     ) + note
 
 
-def log_completions(run: Any, kind: str, batch: Any, problems: list, rewards: list) -> None:
+def log_completions(run: Any, kind: str, batch: Any, rewards: list) -> None:
     """Appends the first group of a batch to completions.jsonl; kind: train | greedy | sampled."""
     if not run.accelerator.is_main_process:
         return
     step = {"step": run.step + (kind == "train"), "eval": kind != "train", "kind": kind}
     columns = completions_of(run, batch)[1], rewards, batch.truncated.tolist()
     with open(Path(run.args.output_dir) / "completions.jsonl", "a", encoding="utf-8") as file:
-        for problem, *facts in list(zip(problems, *columns))[: run.args.num_generations]:
+        for problem, *facts in list(zip(batch.problems, *columns))[: run.args.num_generations]:
             row = step | {"prompt": problem.prompt, "answer": problem.answer}
             row |= zip(("completion", "reward", "truncated"), facts, strict=True)
             file.write(json.dumps(_plain(row)) + "\n")
@@ -448,14 +448,15 @@ def _facts(run: Any, batch: Any, row: int, problem: Problem) -> dict:
     return facts | {"tokens": [dict(zip(names, value, strict=True)) for value in values]}
 
 
-def credit_group(run: Any, micros: list, problems: dict[int, Problem]) -> list[dict]:
+def credit_group(run: Any, micros: list) -> list[dict]:
     """The first group of a scored rollout whose rewards differ, its best two and its worst two of
-    those here, as write_credit_page wants it; [] if there is none. problems: of each row here."""
+    those here, as write_credit_page wants it; [] if there is none."""
     place = {row: (batch, i) for batch in micros for i, row in enumerate(batch.rows.tolist())}
     useful = [row for row, (batch, i) in place.items() if batch.advantages[i] != 0]
     if not useful:
         return []
-    size, problem = run.args.num_generations, problems[min(useful)]
+    size, (first_batch, i) = run.args.num_generations, place[min(useful)]
+    problem = first_batch.problems[i]
     first = min(useful) // size * size
     group = [place[row] for row in range(first, first + size) if row in place]
     rights = None  # how many are right, where the reward is that and nothing else
@@ -471,6 +472,15 @@ def credit_group(run: Any, micros: list, problems: dict[int, Problem]) -> list[d
 
 
 # ----------------------------------------------------------------------------- the report
+def best_step(rows: list[dict]) -> int | None:
+    """Returns the step of the evaluation with the highest sampled accuracy, the first of equals."""
+    evaluations = [row for row in rows if row.get("eval")]
+    if not evaluations:
+        return None
+    accuracies = [_real(row["eval"].get("sampled_accuracy")) for row in evaluations]
+    return evaluations[accuracies.index(max(accuracies))]["step"]
+
+
 def before_after_table(before: dict, after: dict) -> str:
     """The shares of the first and the last evaluation as an aligned text table: in percent, their
     change in points."""

@@ -40,8 +40,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.data import Problem, chain_problems, encode_prompt, grade_batch, token_roles
+from common.data import encode_prompt, grade_batch
 from common.metrics import credit_group, weight_stats, write_credit_page
+from common.problems import Problem, chain_problems, token_roles
 
 DATA = ROOT / "results/data/decisive_tokens"
 METHODS = [
@@ -127,8 +128,9 @@ def sample(module: ModuleType, run: Any, problems: list[Problem]) -> Any:
     length = run.args.max_completion_length
     uniforms = module.row_uniforms(run.args, "probe", 0, rows, length)
     batch = module.sample(run, rows, prompts, uniforms)
+    batch.problems = problems
     with run.grader:
-        grades = grade_batch(run, batch, problems)
+        grades = grade_batch(run, batch)
     batch.rewards = torch.tensor(grades, device=batch.ids.device)
     batch.loss_mask = batch.mask
     return batch
@@ -165,13 +167,13 @@ def mean_rank(oar_p: Tensor, oar_g: Tensor) -> float:
     return sum(correlations) / len(correlations)
 
 
-def figures(run: Any, batch: Any, problems: list[Problem]) -> dict[str, float]:
+def figures(run: Any, batch: Any) -> dict[str, float]:
     """Returns means over completions: weights on decisive and first wrong tokens, AUROC, and more.
 
     The others are those of `weight_stats`: the Gini coefficient and the effective number of tokens.
     """
     found: dict[str, list[float]] = {"decisive": [], "first_wrong": [], "auroc": []}
-    for row, problem in enumerate(problems):
+    for row, problem in enumerate(batch.problems):
         mask = batch.mask[row]
         ids = batch.ids[row, batch.prompt_width :][mask].tolist()
         roles = token_roles([run.tokenizer.decode([token]) for token in ids], problem)
@@ -207,10 +209,10 @@ def measure(folder: str | None, task_of: str | None, count: int = 32) -> Study:
             sampled = sample(module, run, problems)
         # With an advantage of 1 every row is scored.
         batch = replace(sampled, advantages=torch.ones_like(sampled.rewards))
-        module.score(run, [batch], {})
+        module.score(run, batch, [batch], {})
         scores[credit] = batch.scores
 
-        means = figures(run, batch, problems)
+        means = figures(run, batch)
         rank = ""
         if credit == "oar_g":
             rank = f"{mean_rank(scores['oar_p'], scores['oar_g']):.2f}"
@@ -223,7 +225,7 @@ def measure(folder: str | None, task_of: str | None, count: int = 32) -> Study:
         if credit in TITLES:
             rewards = batch.rewards.view(-1, SAMPLES)
             batch.advantages = module.group_advantages(rewards, "group").flatten()
-            groups = credit_group(run, [batch], dict(enumerate(problems)))
+            groups = credit_group(run, [batch])
             study.groups.extend(group | {"heading": credit} for group in groups)
     return study
 

@@ -18,10 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import grpo_arca as trainer
-from common import data
-from common.data import Chain, DataError, Operation, Problem
+import make_policies as make
+from common import data, problems
+from common.data import DataError
+from common.problems import Chain, Operation, Problem
 from common.reward import Grader, RewardError
-from common.tiny_policy import make
 
 SHARED = ROOT.parent / "shared/data"
 ROLES = {"", "decisive", "first_wrong"}
@@ -608,7 +609,7 @@ def test_asking_for_more_chains_than_there_are(monkeypatch):
     fewer rows."""
     few = [CHAIN._replace(start=start) for start in (23, 24, 25)]
     draws = iter(few + few[:1] * 40_000 + [CHAIN._replace(start=26)] + few * 100_000)
-    monkeypatch.setattr(data, "random_chain", lambda *_: next(draws))
+    monkeypatch.setattr(problems, "random_chain", lambda *_: next(draws))
     assert [p.answer for p in data.chain_problems(9, held_out=True)] == ["79", "81", "83", "85"]
 
 
@@ -634,8 +635,9 @@ def test_the_long_policy_can_do_eight_operations(make_run, tokenizer):
     rates = []
     with run.grader:
         for greedy in (False, True):
-            batch = trainer.sample(run, torch.arange(64), prompts, u, greedy=greedy)
-            rates.append(sum(data.grade_batch(run, batch, problems)) / 64)
+            batch = trainer.sample(run, torch.arange(64), prompts, u, is_greedy=greedy)
+            batch.problems = problems
+            rates.append(sum(data.grade_batch(run, batch)) / 64)
     assert 0.15 < rates[0] < 0.55  # 0.3 over many
     assert rates[1] > 0.85  # it keeps its place where every step has the same words
 
@@ -665,12 +667,13 @@ def rewards(
     mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in ids], True)
     padded = pad_sequence([torch.tensor(row) for row in ids], True)
     batch = SimpleNamespace(ids=padded, mask=mask, prompt_width=0, sampled_logp=torch.zeros(1))
+    batch.problems = problems
     weighted = {name: (f, weight) for weight, (name, f) in enumerate(functions.items(), 1)}
     run = SimpleNamespace(grader=grader, reward_funcs=weighted)
     run.tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: texts)
     run.accelerator = SimpleNamespace(reduce=reduce)
     metrics = {}
-    return data.reward_batch(run, batch, problems, metrics).tolist(), metrics
+    return data.reward_batch(run, batch, metrics).tolist(), metrics
 
 
 def test_rewards_by_name(grader):
@@ -836,14 +839,14 @@ def test_the_order_has_no_state():
     mixed = random.Random(0).sample(places, 200)
     random.seed(9)
     state = random.getstate()
-    data._epoch_order.cache_clear()
+    data.epoch_order.cache_clear()
     assert {p: data.problem_at(p, 23, 5) for p in mixed} == dict(zip(places, straight, strict=True))
     assert random.getstate() == state
     data.problem_at(0, 23, 5)
     assert data.problem_at(0, 1, 5) == data.problem_at(12345, 1, 5) == 0
 
 
-# ---------------------------------------------------------------------- prompts (PITFALLS row 11)
+# ------------------------------------------------------------------------------------- prompts
 def prompt_text(tokenizer, *args):
     return tokenizer.decode(data.encode_prompt(tokenizer, *args))
 

@@ -1,7 +1,8 @@
-"""Model families (PITFALLS 17-20): each is right, by transformers' own `generate` and eager
-forward, or refused with one sentence before the first step; none passes silently wrong.
+"""Model families: each one is computed right or refused with one sentence before the first step.
 
-Every model is a random one of 64 hidden units, its weights large enough that errors show."""
+What is right is known from transformers' own `generate` and eager forward. Every model here is a
+random one of 64 hidden units, whose weights are large enough for errors to show.
+"""
 # ruff: noqa: C408 (settings read better as keywords)
 
 from dataclasses import fields, replace
@@ -10,13 +11,14 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from conftest import TINY, randomise_adapter
+from support import TINY, randomize_adapter
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import grpo_arca
 import grpo_oar
 import grpo_strace
+from common.problems import Problem
 
 METHODS = {"arca": grpo_arca, "oar_g": grpo_oar, "oar_p": grpo_oar, "s_trace": grpo_strace}
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
@@ -155,8 +157,8 @@ def start(folder: str, module=grpo_arca, **flags):
     """What a run does before its first step; then the adapter is made to act."""
     AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
     run = module.build_run(arguments(module, folder, **flags), TOKENIZER)
-    module.check_model(run, LONG)
-    randomise_adapter(run.model)
+    module.check_model(run, ([Problem("x", "7")], [LONG]))
+    randomize_adapter(run.model)
     return run
 
 
@@ -204,7 +206,7 @@ def check_greedy(run):
     """Greedy tokens are those of transformers' `generate`, prompt by prompt without padding."""
     endless = replace(run, eos_ids=run.eos_ids[:0])
     u = torch.zeros(len(PROMPTS), LENGTH)
-    batch = grpo_arca.sample(endless, torch.arange(len(PROMPTS)), PROMPTS, u, greedy=True)
+    batch = grpo_arca.sample(endless, torch.arange(len(PROMPTS)), PROMPTS, u, is_greedy=True)
     run.model.generation_config.eos_token_id = None
     how = dict(do_sample=False, max_new_tokens=LENGTH, pad_token_id=0)
     own = []
@@ -234,7 +236,7 @@ def check_credit(run, credit: str):
     """The method's scores and weights are finite and not all alike, and its update moves."""
     module, run = METHODS[credit], with_method(run, credit)
     batch, metrics = answered_batch(module), {}
-    module.score(run, [batch], metrics)
+    module.score(run, batch, [batch], metrics)
     with torch.no_grad():
         trained, _ = run.policy.eval()(batch)
     torch.testing.assert_close(trained, stock(run, batch)[0], atol=1e-4, rtol=0)
@@ -274,7 +276,7 @@ def test_right_in_4_bits(save_model, family):
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss", "qwen3_next"])
 def test_experts_are_refused_in_4_bits_and_right_without(save_model, family, capsys):
-    """PITFALLS 20."""
+    """Experts are no linear layers, so bitsandbytes would leave them in 32 bits without a word."""
     folder = save_model(family)
     sentence = refusal(capsys, lambda: start(folder))
     assert folder in sentence and "--load_in_4bit False" in sentence
@@ -328,7 +330,8 @@ def plain_oar_p(run, probes, row: int) -> list[float]:
     "credit, family", [(credit, family) for credit in NOT_WITH for family in NOT_WITH[credit]]
 )
 def test_oar_is_refused_where_it_cannot_ask(save_model, credit, family, capsys):
-    """PITFALLS 19: before the first step, though the samples are right."""
+    """A cache that holds a state instead of keys and values cannot be cut, and an embedding per layer
+    needs token ids. That is said before the first step, although samples would be right."""
     flags = dict(credit=credit, load_in_4bit=family not in EXPERTS)
     sentence = refusal(capsys, lambda: start(save_model(family), grpo_oar, **flags))
     assert f"{save_model(family)} does not run here" in sentence
@@ -339,7 +342,7 @@ def test_oar_p_is_that_of_whole_forwards(save_model, family):
     """Its cut caches, of windows too, give what forwards of the whole text give."""
     run = with_method(start(save_model(family)), "oar_p")
     batch = answered_batch(grpo_oar)
-    grpo_oar.score(run, [batch], {})
+    grpo_oar.score(run, batch, [batch], {})
     probes = grpo_oar.find_probes(run, batch, [0, 1, 2])
     for row in range(3):
         plain = torch.tensor(plain_oar_p(run, probes, row))
@@ -355,7 +358,7 @@ def test_oar_g_reads_the_same_twice_but_for_the_noise(save_model, family):
     run, means = with_method(run, "oar_g"), []
     for noise in (1e-1, 1e-9):
         run.args.oar_noise_std, batch = noise, answered_batch(grpo_oar)
-        grpo_oar.score(run, [batch], {})
+        grpo_oar.score(run, batch, [batch], {})
         means.append(batch.scores[batch.scores >= 0].mean())
     assert means[0] > 0 and means[1] < 1e-3 * means[0]
 
@@ -363,7 +366,7 @@ def test_oar_g_reads_the_same_twice_but_for_the_noise(save_model, family):
 # ---- check_model itself --------------------------------------------------------------------------
 @pytest.mark.parametrize("family", ["cohere", "gemma2", "granite"])
 def test_check_sees_a_head_without_its_scaling(save_model, family, capsys, monkeypatch):
-    """PITFALLS 17."""
+    """These families scale or cap their logits, which a head that is called by hand leaves out."""
     folder = save_model(family)
     head = lambda base, hidden: base.get_output_embeddings()(hidden).float()
     monkeypatch.setattr(grpo_arca, "head_logits", head)
@@ -371,7 +374,8 @@ def test_check_sees_a_head_without_its_scaling(save_model, family, capsys, monke
 
 
 def test_check_sees_attention_without_what_a_family_adds(save_model, capsys, monkeypatch):
-    """PITFALLS 18: gpt-oss's sinks. Sampled and trained log-probs agree, the stock ones not."""
+    """An attention function of one's own would drop the sinks of gpt-oss. Then sampled and trained
+    log-probs agree with each other, but not with the stock model's."""
     folder, build = save_model("gpt_oss"), grpo_arca.build_run
 
     def build_without_sinks(*args):
@@ -412,7 +416,7 @@ def test_check_sees_a_wrong_decode_step(save_model, broken, prompt, capsys, monk
         base.forward = right
 
     monkeypatch.setattr(grpo_arca.Decoder, "step", wrong)
-    sentence = refusal(capsys, lambda: grpo_arca.check_model(run, prompt))
+    sentence = refusal(capsys, lambda: grpo_arca.check_model(run, ([Problem("x", "7")], [prompt])))
     assert f"{folder} is not supported" in sentence
 
 
