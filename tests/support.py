@@ -50,9 +50,9 @@ def prompts_of(run, count: int = 4) -> list[list[int]]:
     return [run.tokenizer(texts[i % 3] + " " * (i % 2)).input_ids for i in range(count)]
 
 
-def sample(run, prompts: list[list[int]], uniforms: torch.Tensor, greedy: bool = False):
+def sample(run, prompts: list[list[int]], uniforms: torch.Tensor, is_greedy: bool = False):
     """Returns a completion of each prompt, as rows 0, 1, 2, ... of a rollout."""
-    return grpo_arca.sample(run, torch.arange(len(prompts)), prompts, uniforms, greedy)
+    return grpo_arca.sample(run, torch.arange(len(prompts)), prompts, uniforms, is_greedy)
 
 
 def texts_of(run, batch) -> list[str]:
