@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from support import TINY, randomize_adapter
+from support import TINY, randomize_adapter, refusal
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -253,15 +253,6 @@ def check_all(run, family: str):
             check_credit(run, credit)
 
 
-def refusal(capsys, act) -> str:
-    """The one sentence with which `act` ends the run."""
-    with pytest.raises(SystemExit) as ended:
-        act()
-    text = capsys.readouterr().err
-    assert ended.value.code == 2 and text.startswith("grpo_") and text.count("\n") == 1
-    return text
-
-
 # ---- The tests -----------------------------------------------------------------------------------
 # One of each kind: plain, windows and a soft cap, images, shared and state caches, a scaled head,
 # learned positions. All of them, in every way: test_right_in_every_way.
@@ -277,7 +268,7 @@ def test_right_in_4_bits(save_model, family):
 def test_experts_are_refused_in_4_bits_and_right_without(save_model, family, capsys):
     """Experts are no linear layers, so bitsandbytes would leave them in 32 bits without a word."""
     folder = save_model(family)
-    sentence = refusal(capsys, lambda: start(folder))
+    sentence = refusal(lambda: start(folder), capsys)
     assert folder in sentence and "--load_in_4bit False" in sentence
     check_all(start(folder, load_in_4bit=False), family)
 
@@ -285,7 +276,7 @@ def test_experts_are_refused_in_4_bits_and_right_without(save_model, family, cap
 @pytest.mark.parametrize("family", REFUSED)
 def test_refused_with_a_sentence(save_model, family, capsys):
     folder, (_, targets, word) = save_model(family), REFUSED[family]
-    sentence = refusal(capsys, lambda: start(folder, lora_target_modules=targets or ["all-linear"]))
+    sentence = refusal(lambda: start(folder, lora_target_modules=targets or ["all-linear"]), capsys)
     assert folder in sentence and word in sentence
 
 
@@ -301,7 +292,7 @@ def test_right_where_rollouts_compute_with_nf4(save_model, family):
 @pytest.mark.parametrize("family", RIGHT | EXPERTS)
 def test_right_in_every_way(save_model, family, bits, weights, capsys):
     if bits and family in EXPERTS:
-        sentence = refusal(capsys, lambda: start(save_model(family)))
+        sentence = refusal(lambda: start(save_model(family)), capsys)
         assert save_model(family) in sentence and "--load_in_4bit False" in sentence
     else:
         check_all(start(save_model(family), load_in_4bit=bits, rollout_weights=weights), family)
@@ -332,7 +323,7 @@ def test_oar_is_refused_where_it_cannot_ask(save_model, credit, family, capsys):
     """A cache that holds a state instead of keys and values cannot be cut, and an embedding per layer
     needs token ids. That is said before the first step, although samples would be right."""
     flags = dict(credit=credit, load_in_4bit=family not in EXPERTS)
-    sentence = refusal(capsys, lambda: start(save_model(family), grpo_oar, **flags))
+    sentence = refusal(lambda: start(save_model(family), grpo_oar, **flags), capsys)
     assert f"{save_model(family)} does not run here" in sentence
 
 
@@ -369,7 +360,7 @@ def test_check_sees_a_head_without_its_scaling(save_model, family, capsys, monke
     folder = save_model(family)
     head = lambda base, hidden: base.get_output_embeddings()(hidden).float()
     monkeypatch.setattr(grpo_arca, "head_logits", head)
-    assert f"{folder} is not supported" in refusal(capsys, lambda: start(folder))
+    assert f"{folder} is not supported" in refusal(lambda: start(folder), capsys)
 
 
 def test_check_sees_attention_without_what_a_family_adds(save_model, capsys, monkeypatch):
@@ -392,7 +383,7 @@ def test_check_sees_attention_without_what_a_family_adds(save_model, capsys, mon
     gap = grpo_arca.stock_gap
     monkeypatch.setattr(grpo_arca, "build_run", build_without_sinks)
     monkeypatch.setattr(grpo_arca, "stock_gap", stock)
-    sentence = refusal(capsys, lambda: start(folder, load_in_4bit=False))
+    sentence = refusal(lambda: start(folder, load_in_4bit=False), capsys)
     assert f"{folder} is not supported" in sentence
 
 
@@ -415,7 +406,7 @@ def test_check_sees_a_wrong_decode_step(save_model, broken, prompt, capsys, monk
         base.forward = right
 
     monkeypatch.setattr(grpo_arca.Decoder, "step", wrong)
-    sentence = refusal(capsys, lambda: grpo_arca.check_model(run, prompt))
+    sentence = refusal(lambda: grpo_arca.check_model(run, prompt), capsys)
     assert f"{folder} is not supported" in sentence
 
 
