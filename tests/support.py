@@ -180,7 +180,7 @@ def trl_loss(args, batch, logp, old_logp, level="token", advantages=None, genera
 # ---- Data ----------------------------------------------------------------------------------------
 @functools.cache
 def embedded_data(*flags: tuple[str, object], load=grpo_arca.load_data):
-    """Returns `load_data` of the embedded task: 4,096 problems and prompts, which nobody changes."""
+    """Returns `load_data` of the embedded task: 4,096 problems, which no test changes."""
     return load(grpo_arca.Args(**dict(flags)))
 
 

@@ -100,7 +100,7 @@ def test_names_and_lengths_that_lead_nowhere(refused_run, no_model, flags, words
 
 
 def test_a_prompt_longer_than_the_context(refused_run, no_model):
-    Path("long.jsonl").write_text(jsonl(ROWS + [{"problem": "1" * 3000, "answer": "1"}]))
+    Path("long.jsonl").write_text(jsonl([*ROWS, {"problem": "1" * 3000, "answer": "1"}]))
     sentence = refused_run("--dataset_name", "long.jsonl")
     assert "2048" in sentence and not re.search(r" -\d", sentence), sentence
 

@@ -320,7 +320,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(make_run, monkeypatc
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(
         OSError,
-        match="save .*-1 .*StreamWriter failed.*the last complete checkpoint is .*checkpoint-0$",
+        match=r"save .*-1 .*StreamWriter failed.*the last complete checkpoint is .*checkpoint-0$",
     ):
         trainer.save_checkpoint(run)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-0"]

@@ -189,7 +189,7 @@ def test_a_tracker_that_is_not_installed(script, monkeypatch, capfd):
 def test_the_batch_counts_all_processes(script, monkeypatch, capfd):
     """12 completions are no two groups of 8, but two processes' 24 are three."""
     module = importlib.import_module(script)
-    line = "--per_device_train_batch_size 12 --gradient_accumulation_steps 1".split()
+    line = ["--per_device_train_batch_size", "12", "--gradient_accumulation_steps", "1"]
     assert "12" in refusal(lambda: module.parse_args(line), capfd, script)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert module.parse_args(line).num_generations == 8
@@ -214,7 +214,7 @@ def test_right_flags_pass(script):
     assert (args.num_generations, args.max_steps, args.steps_per_generation) == (2, 0, 4)
     assert module.parse_args([]).steps_per_generation == module.Args().gradient_accumulation_steps
     assert module.parse_args(["--output_dir", "a/b"]).run_name == "b"
-    weights = module.parse_args("--reward_funcs a.b c.d --reward_weights 1 -0.5".split())
+    weights = module.parse_args(["--reward_funcs", "a.b", "c.d", "--reward_weights", "1", "-0.5"])
     assert (weights.reward_funcs, weights.reward_weights) == (["a.b", "c.d"], [1.0, -0.5])
 
 

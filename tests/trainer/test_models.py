@@ -168,7 +168,8 @@ def stock(run, batch):
     base, (result, entropy) = run.model.get_base_model(), torch.zeros(2, *batch.mask.shape)
     attention = base.config._attn_implementation
     base.set_attn_implementation("eager")
-    for row, (ids, real, mask) in enumerate(zip(batch.ids, batch.attention, batch.mask)):
+    rows = zip(batch.ids, batch.attention, batch.mask, strict=True)
+    for row, (ids, real, mask) in enumerate(rows):
         ids, length = ids[real], int(mask.sum())
         logp = base(ids[None], use_cache=False).logits[0, -length - 1 : -1].float().log_softmax(-1)
         result[row, :length] = logp.gather(1, ids[-length:, None]).squeeze(1)
@@ -179,11 +180,11 @@ def stock(run, batch):
 
 def answered_batch(module, advantages=(0.9, -0.8, 0.7)):
     """Completions that end in a boxed answer, as OAR needs them, of different lengths."""
-    done = [TOKENIZER.encode(text) + [2] for text in COMPLETIONS]
+    done = [[*TOKENIZER.encode(text), 2] for text in COMPLETIONS]
     width, length = len(LONG), max(map(len, done))
     ids = torch.zeros(3, width + length, dtype=torch.long)
     attention = torch.zeros_like(ids, dtype=torch.bool)
-    for row, (prompt, completion) in enumerate(zip(PROMPTS, done)):
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, done, strict=True)):
         place = slice(width - len(prompt), width + len(completion))
         ids[row, place], attention[row, place] = torch.tensor(prompt + completion), True
     tensors = dict(ids=ids, attention=attention, truncated=torch.zeros(3, dtype=torch.bool))
@@ -212,7 +213,7 @@ def check_greedy(run):
     for prompt in PROMPTS[:2]:
         ids = torch.tensor([prompt])
         own.append(run.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0])
-    for row, tokens in zip(batch.ids, [*own, own[0]]):
+    for row, tokens in zip(batch.ids, [*own, own[0]], strict=True):
         assert row[batch.prompt_width :].tolist() == tokens[-LENGTH:].tolist()
 
 
@@ -256,7 +257,17 @@ def check_all(run, family: str):
 # ---- The tests -----------------------------------------------------------------------------------
 # One of each kind: plain, windows and a soft cap, images, shared and state caches, a scaled head,
 # learned positions. All of them, in every way: test_right_in_every_way.
-KINDS = "llama gemma2 gemma3 gemma4_text cohere2 granite lfm2 qwen3_5_text gpt2".split()
+KINDS = [
+    "llama",
+    "gemma2",
+    "gemma3",
+    "gemma4_text",
+    "cohere2",
+    "granite",
+    "lfm2",
+    "qwen3_5_text",
+    "gpt2",
+]
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -320,10 +331,13 @@ def plain_oar_p(run, probes, row: int) -> list[float]:
     "credit, family", [(credit, family) for credit in NOT_WITH for family in NOT_WITH[credit]]
 )
 def test_oar_is_refused_where_it_cannot_ask(save_model, credit, family, capsys):
-    """A cache that holds a state instead of keys and values cannot be cut, and an embedding per layer
-    needs token ids. That is said before the first step, although samples would be right."""
+    """A cache that holds a state instead of keys and values cannot be cut at a token, and a layer's
+    own embeddings need token ids. The run ends before the first step, although its samples would be
+    right."""
     flags = dict(credit=credit, load_in_4bit=family not in EXPERTS)
-    sentence = refusal(lambda: start(save_model(family), grpo_oar, **flags), capsys)
+    sentence = refusal(
+        lambda: start(save_model(family), grpo_oar, **flags), capsys, script="grpo_oar"
+    )
     assert f"{save_model(family)} does not run here" in sentence
 
 
@@ -358,8 +372,11 @@ def test_oar_g_reads_the_same_twice_but_for_the_noise(save_model, family):
 def test_check_sees_a_head_without_its_scaling(save_model, family, capsys, monkeypatch):
     """These families scale or cap their logits, which a head that is called by hand leaves out."""
     folder = save_model(family)
-    head = lambda base, hidden: base.get_output_embeddings()(hidden).float()
-    monkeypatch.setattr(grpo_arca, "head_logits", head)
+
+    def unscaled_logits(base, hidden):
+        return base.get_output_embeddings()(hidden).float()
+
+    monkeypatch.setattr(grpo_arca, "head_logits", unscaled_logits)
     assert f"{folder} is not supported" in refusal(lambda: start(folder), capsys)
 
 
