@@ -17,11 +17,9 @@ from pathlib import Path
 import accelerate.utils.launch
 import pytest
 import transformers
-from conftest import ROOT, TINY
+from support import ROOT, SCRIPTS, TINY
 
 import grpo_arca as trainer
-
-SCRIPTS = sorted(path.stem for path in ROOT.glob("grpo_*.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +128,9 @@ def refused_numbers(kind: type, accepted) -> list:
     """Returns numbers just outside a range: at an open end, or a step beyond a closed one."""
     refused = [math.nan, math.inf, -math.inf] if kind is float else []
     refused += [accepted.above, accepted.at_least - 1, accepted.below, accepted.at_most + 1]
-    return [kind(x) if math.isfinite(x) else x for x in refused if math.isfinite(x) or kind is float]
+    return [
+        kind(x) if math.isfinite(x) else x for x in refused if math.isfinite(x) or kind is float
+    ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 import pytest
 from accelerate.state import AcceleratorState
-from conftest import ROOT, TINY
+from support import ROOT, SCRIPTS, TINY
 
 import common.metrics
 from common.data import chain_problems
 
-SCRIPTS = ("grpo_arca", "grpo_oar", "grpo_strace")
 BASE = {
     "dataset_name": "{data}/good.jsonl", "max_steps": "2", "max_completion_length": "8",
     "per_device_train_batch_size": "4", "gradient_accumulation_steps": "1",

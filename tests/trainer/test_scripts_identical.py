@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from support import ROOT
 
 SCRIPTS = sorted(ROOT.glob("grpo_*.py"))
 CODE = SCRIPTS + sorted((ROOT / "common").rglob("*.py"))
