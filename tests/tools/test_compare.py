@@ -234,3 +234,18 @@ def test_a_picture_that_cannot_be_written_is_one_sentence(tmp_path) -> None:
         assert done.returncode == 2
         assert done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith(f"compare.py: error: cannot write {output}: ")
+
+
+def test_without_folders_it_draws_the_measured_runs_and_never_over_the_committed_picture(
+    tmp_path,
+) -> None:
+    data = ROOT / "results/data/default_runs"
+    before = (data / "compare.png").read_bytes()
+    done = draw(tmp_path, "--output", tmp_path / "here.png")
+    assert done.returncode == 0, done.stderr
+    assert "1  uniform (GRPO)\n2  arca\n" in done.stdout
+    assert (tmp_path / "here.png").read_bytes().startswith(PNG)
+    done = draw(data)
+    assert done.returncode == 2
+    assert "--output" in done.stderr
+    assert (data / "compare.png").read_bytes() == before
