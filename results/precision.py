@@ -63,17 +63,17 @@ def train(flags: list[str], updates: int) -> tuple[grpo_arca.Run, list[grpo_arca
     run = grpo_arca.build_run(args, tokenizer)
     for done in range(updates):
         run.rollout = done
-        batch, _ = grpo_arca.collect(run, train_set, {})
+        batch = grpo_arca.collect(run, train_set, {})
         (micros,) = grpo_arca.micro_batches(args, batch)
-        grpo_arca.score(run, micros, {})
+        grpo_arca.score(run, batch, micros, {})
         grpo_arca.update(run, micros)
         print(f"update {done + 1}/{updates}", file=sys.stderr, flush=True)
 
     run.rollout = updates
-    batch, _ = grpo_arca.collect(run, train_set, {})
+    batch = grpo_arca.collect(run, train_set, {})
     batch.advantages = torch.ones_like(batch.advantages)  # all completions, whatever they earned
     (micros,) = grpo_arca.micro_batches(args, batch)
-    grpo_arca.score(run, micros, {})
+    grpo_arca.score(run, batch, micros, {})
     return run, micros
 
 

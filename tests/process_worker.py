@@ -171,7 +171,7 @@ def run_case(run, case: Case, start: torch.Tensor, split: tuple[int, int], first
     torch.nn.utils.vector_to_parameters(start.clone(), trained)
     run = replace(run, args=make_args(case, case.losses[0], *split))
     metrics: dict[str, float] = {}
-    batch, _ = module.collect(run, task(run.tokenizer, run.args.seed), metrics)
+    batch = module.collect(run, task(run.tokenizer, run.args.seed), metrics)
     parts = module.micro_batches(run.args, batch)
     module.score(run, batch, [micro for part in parts for micro in part], metrics)
     facts = rollout_facts(run, batch, metrics)

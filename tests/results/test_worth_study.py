@@ -160,7 +160,7 @@ def test_only_wrong_leaves_right_completions_alone(make_run):
     run, batch = sampled(make_run)
     run.args.credit = "surprisal"
     (micro,) = study.all_rows(run.args, batch)
-    trainer.score(run, [micro], {})
+    trainer.score(run, micro, [micro], {})
     before = micro.credit.clone()
     study.for_wrong_only([micro])
     wrong = micro.advantages < 0

@@ -88,7 +88,7 @@ def test_the_first_update_is_at_a_share_of_the_peak_and_the_last_above_0(make_ru
     run = make_run(warmup_steps=3, max_steps=6, learning_rate=0.3)
     batch = random_batch()
     batch.old_logp = trainer.NOT_SET
-    trainer.score(run, [batch], {})
+    trainer.score(run, batch, [batch], {})
     rates = [trainer.update(run, [batch])["learning_rate"] for _ in range(6)]
     assert rates[:3] == pytest.approx([0.1, 0.2, 0.3]) and rates[2] > rates[3] > rates[5] > 0
 
