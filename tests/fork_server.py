@@ -37,7 +37,7 @@ import peft.tuners.lora.bnb  # noqa: F401
 import torch
 import transformers
 
-import common.metrics
+import common.report
 import grpo_arca
 import grpo_oar
 import grpo_strace
@@ -52,7 +52,7 @@ def run_here(case: dict) -> int:
     os.chdir(case["folder"])
     for fd, name in ((0, os.devnull), (1, "stdout.txt"), (2, "stderr.txt")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), fd)
-    common.metrics.write_curves = lambda *_: None  # a second each, and tested elsewhere
+    common.report.write_curves = lambda *_: None  # a second each, and tested elsewhere
     sys.argv = [case["script"] + ".py", *case["argv"]]
     code: object = 0
     try:

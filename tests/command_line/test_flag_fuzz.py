@@ -19,7 +19,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from support import SCRIPTS, TINY, run_forks
 
-import common.metrics
+import common.report
 from common.data import chain_problems
 
 BASE = {
@@ -283,7 +283,7 @@ def run_here(folder: Path, combination: Combination, data: Path, capfd, patch) -
     """As fork_server.py runs it, in this process."""
     folder.mkdir()
     patch.chdir(folder)
-    patch.setattr(common.metrics, "write_curves", lambda *_: None)
+    patch.setattr(common.report, "write_curves", lambda *_: None)
     patch.setattr(signal, "signal", lambda *_: None)  # pytest has its own
     argv = [fill(word, data) for word in combination.argv()]
     patch.setattr(sys, "argv", [combination.script + ".py", *argv])
