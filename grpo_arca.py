@@ -1308,12 +1308,10 @@ def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
     return model
 
 
-def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Run:
-    """Builds the policy, the optimizer and the schedule, and prepares them with Accelerate."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
-    reward_funcs = load_reward_funcs(args.reward_funcs, args.reward_weights)
+def make_accelerator(args: Args) -> Accelerator:
+    """Returns Accelerate's handle on the devices and processes."""
     try:
-        accelerator = Accelerator(
+        return Accelerator(
             project_dir=args.output_dir,
             mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
             cpu=not CUDA,  # otherwise processes on CPUs do not find each other
@@ -1322,6 +1320,12 @@ def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Ru
     except ValueError as error:  # what Accelerate reads from the environment
         fail(f"Accelerate refuses the launcher's settings (ACCELERATE_...): {error}")
 
+
+def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Run:
+    """Builds the policy, the optimizer and the schedule, and prepares them with Accelerate."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
+    reward_funcs = load_reward_funcs(args.reward_funcs, args.reward_weights)
+    accelerator = make_accelerator(args)
     model = load_policy(args, accelerator.device)
     if args.torch_compile:
         torch._dynamo.config.recompile_limit = 4096  # one for each layer, mode and adapter state
@@ -1708,7 +1712,7 @@ def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:
     """
     try:
         path = find_adapter_config_file(name, revision=revision)
-    except OSError:  # there is nothing of that name, as `load_data` will say
+    except OSError:  # no such name: `load_data` says so
         path = None
     if path is None:
         return None, {}
@@ -1771,21 +1775,24 @@ def check_ranks() -> None:
         is_possible = False
     if not is_possible:
         found = f"RANK={os.environ.get('RANK')}, WORLD_SIZE={os.environ.get('WORLD_SIZE')}"
-        sys.exit(f"{SCRIPT.name}: error: {found} is no process of a launcher: unset both")
+        os.environ["RANK"] = "0"  # so that `fail` speaks
+        fail(f"{found} is no process of a launcher: unset both")
 
 
 @contextlib.contextmanager
 def locked(output_dir: str) -> Iterator[None]:
-    """Keeps other runs out of a run's folder within the `with` block, or ends this run.
+    """Makes the folder, and ends the run if another one is using it.
 
     The kernel releases the lock when the main process ends, however it ends.
     """
-    if int(os.environ.get("RANK", "0")) != 0:
-        yield
-        return
-    descriptor = os.open(output_dir, os.O_RDONLY)
+    folder = Path(output_dir)
+    if (folder / "adapter").is_file():
+        fail(f"{folder / 'adapter'} is a file, where the adapter would be saved: remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if int(os.environ.get("RANK", "0")) == 0:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         fail(f"another run is writing to {output_dir}: wait for its end, or change --output_dir")
@@ -1812,32 +1819,37 @@ def end_with_launcher() -> None:
 def run_to_the_end(args: Args) -> None:
     """Trains, and saves the adapter and a report; after a signal, only a checkpoint."""
     tokenizer, train_set, held_out = load_data(args)
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     with locked(args.output_dir):
         run = build_run(args, tokenizer)
-        run.task = task_fingerprint([train_set, held_out])
-        accelerator = run.accelerator
-        train_problems, _ = train_set
-        held_out_problems, _ = held_out
-        processes = accelerator.num_processes
-        say(introduction(asdict(args), train_problems, held_out_problems, processes))
-        check_model(run, train_set)
+        train_and_report(run, train_set, held_out)
 
-        run.stop_request.listen()
-        resume(run)
-        log = start_log(accelerator, asdict(args), run.step)
-        is_main = accelerator.is_main_process
-        with run.grader, tqdm(total=args.max_steps, initial=run.step, disable=not is_main) as bar:
-            is_finished = train(run, train_set, held_out, log, bar)
 
-        if is_main and is_finished:
-            run.model.save_pretrained(f"{args.output_dir}/adapter")
-            print(report_run(asdict(args), log, run.groups))
-        elif is_main:
-            advice = "to go on, run the same command again with --resume_from_checkpoint latest"
-            print(f"interrupted, saved {checkpoints(args.output_dir)[-1]}: {advice}")
-        accelerator.wait_for_everyone()  # nobody may leave while another process writes
-        accelerator.end_training()
+def train_and_report(run: Run, train_set: ProblemSet, held_out: ProblemSet) -> None:
+    """Does `run_to_the_end` for a run that is built."""
+    args = run.args
+    run.task = task_fingerprint([train_set, held_out])
+    accelerator = run.accelerator
+    train_problems, _ = train_set
+    held_out_problems, _ = held_out
+    processes = accelerator.num_processes
+    say(introduction(asdict(args), train_problems, held_out_problems, processes))
+    check_model(run, train_set)
+
+    run.stop_request.listen()
+    resume(run)
+    log = start_log(accelerator, asdict(args), run.step)
+    is_main = accelerator.is_main_process
+    with run.grader, tqdm(total=args.max_steps, initial=run.step, disable=not is_main) as bar:
+        is_finished = train(run, train_set, held_out, log, bar)
+
+    if is_main and is_finished:
+        run.model.save_pretrained(f"{args.output_dir}/adapter")
+        print(report_run(asdict(args), log, run.groups))
+    elif is_main:
+        advice = "to go on, run the same command again with --resume_from_checkpoint latest"
+        print(f"interrupted, saved {checkpoints(args.output_dir)[-1]}: {advice}")
+    accelerator.wait_for_everyone()  # nobody may leave while another process writes
+    accelerator.end_training()
 
 
 def main() -> None:
