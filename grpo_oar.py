@@ -559,7 +559,7 @@ def cut_cache(cache: DynamicCache, rows: Tensor, columns: int) -> DynamicCache:
 def perturbation_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int]:
     """Returns the scores of OAR-P [n, N], and the number of tokens that were computed for them."""
     if any(DynamicCache(config=run.model.config).is_linear):
-        raise ValueError("oar_p needs a cache that can be cut at a token: use oar_g")
+        fail("--credit oar_p needs a cache that can be cut at a token, not a state: use oar_g")
     # Many forwards at the rollout's precision: replacing a token moves the answer by more than
     # bf16 rounds away.
     is_dense = run.args.rollout_weights == "dense"
@@ -1605,12 +1605,10 @@ def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
     return model
 
 
-def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Run:
-    """Builds the policy, the optimizer and the schedule, and prepares them with Accelerate."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
-    reward_funcs = load_reward_funcs(args.reward_funcs, args.reward_weights)
+def make_accelerator(args: Args) -> Accelerator:
+    """Returns Accelerate's handle on the devices and processes."""
     try:
-        accelerator = Accelerator(
+        return Accelerator(
             project_dir=args.output_dir,
             mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
             cpu=not CUDA,  # otherwise processes on CPUs do not find each other
@@ -1619,6 +1617,12 @@ def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Ru
     except ValueError as error:  # what Accelerate reads from the environment
         fail(f"Accelerate refuses the launcher's settings (ACCELERATE_...): {error}")
 
+
+def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Run:
+    """Builds the policy, the optimizer and the schedule, and prepares them with Accelerate."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
+    reward_funcs = load_reward_funcs(args.reward_funcs, args.reward_weights)
+    accelerator = make_accelerator(args)
     model = load_policy(args, accelerator.device)
     if args.torch_compile:
         torch._dynamo.config.recompile_limit = 4096  # one for each layer, mode and adapter state
@@ -2002,7 +2006,10 @@ def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:
 
     Returns None and no flags if the name is a model's. Hub adapters are downloaded here.
     """
-    path = find_adapter_config_file(name, revision=revision)
+    try:
+        path = find_adapter_config_file(name, revision=revision)
+    except OSError:  # no such name: `load_data` says so
+        path = None
     if path is None:
         return None, {}
     if not Path(name).is_dir():
@@ -2063,22 +2070,29 @@ def check_ranks() -> None:
         is_possible = False
     if not is_possible:
         found = f"RANK={os.environ.get('RANK')}, WORLD_SIZE={os.environ.get('WORLD_SIZE')}"
-        sys.exit(f"{SCRIPT.name}: error: {found} is no process of a launcher: unset both")
+        os.environ["RANK"] = "0"  # so that `fail` speaks
+        fail(f"{found} is no process of a launcher: unset both")
 
 
-def lock_output_dir(output_dir: str) -> int | None:
-    """Ends the run if another one is using its folder. Returns a file descriptor to keep open.
+@contextlib.contextmanager
+def locked(output_dir: str) -> Iterator[None]:
+    """Makes the folder, and ends the run if another one is using it.
 
     The kernel releases the lock when this process ends, however it ends.
     """
-    descriptor = os.open(output_dir, os.O_RDONLY)
+    folder = Path(output_dir)
+    if (folder / "adapter").is_file():
+        fail(f"{folder / 'adapter'} is a file, where the adapter would be saved: remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if int(os.environ.get("RANK", "0")) == 0:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     except BlockingIOError:
         fail(f"another run is writing to {output_dir}: wait for its end, or change --output_dir")
-    except OSError:  # a file system without locks
-        return None
-    return descriptor
+    finally:
+        os.close(descriptor)
 
 
 def end_with_launcher() -> None:
@@ -2096,10 +2110,14 @@ def end_with_launcher() -> None:
 def run_to_the_end(args: Args) -> None:
     """Trains, and saves the adapter and a report; after a signal, only a checkpoint."""
     tokenizer, train_set, held_out = load_data(args)
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    if int(os.environ.get("RANK", "0")) == 0:
-        lock_output_dir(args.output_dir)
-    run = build_run(args, tokenizer)
+    with locked(args.output_dir):
+        run = build_run(args, tokenizer)
+        train_and_report(run, train_set, held_out)
+
+
+def train_and_report(run: Run, train_set: ProblemSet, held_out: ProblemSet) -> None:
+    """Does `run_to_the_end` for a run that is built."""
+    args = run.args
     run.task = task_fingerprint([train_set, held_out])
     accelerator = run.accelerator
     train_problems, _ = train_set

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from grpo_arca import Args, Batch, Run  # those of the other scripts have the same fields
+# Each script has classes of its own with these names; what is read of them here is the same.
+Args = Any
+Batch = Any
+Run = Any
+
 
 __all__ = [
     "Chain", "DataError", "Operation", "Problem", "chain_problems", "completions_of",

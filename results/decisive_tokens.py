@@ -127,8 +127,9 @@ def sample(module: ModuleType, run: Any, problems: list[Problem]) -> Any:
     length = run.args.max_completion_length
     uniforms = module.row_uniforms(run.args, "probe", 0, rows, length)
     batch = module.sample(run, rows, prompts, uniforms)
+    batch.problems = problems
     with run.grader:
-        grades = grade_batch(run, batch, problems)
+        grades = grade_batch(run, batch)
     batch.rewards = torch.tensor(grades, device=batch.ids.device)
     batch.loss_mask = batch.mask
     return batch
@@ -207,7 +208,7 @@ def measure(folder: str | None, task_of: str | None, count: int = 32) -> Study:
             sampled = sample(module, run, problems)
         # With an advantage of 1 every row is scored.
         batch = replace(sampled, advantages=torch.ones_like(sampled.rewards))
-        module.score(run, [batch], {})
+        module.score(run, batch, [batch], {})
         scores[credit] = batch.scores
 
         means = figures(run, batch, problems)
@@ -223,7 +224,7 @@ def measure(folder: str | None, task_of: str | None, count: int = 32) -> Study:
         if credit in TITLES:
             rewards = batch.rewards.view(-1, SAMPLES)
             batch.advantages = module.group_advantages(rewards, "group").flatten()
-            groups = credit_group(run, [batch], dict(enumerate(problems)))
+            groups = credit_group(run, [batch])
             study.groups.extend(group | {"heading": credit} for group in groups)
     return study
 

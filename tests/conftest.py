@@ -20,7 +20,7 @@ from support import (  # some files take these helpers from here
 )
 from transformers import AutoTokenizer
 
-import common.metrics
+import common.report
 import grpo_arca as trainer
 
 
@@ -52,7 +52,7 @@ def run_main(monkeypatch, tmp_path, capfd):
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(common.metrics, "write_curves", lambda *_: None)
+    monkeypatch.setattr(common.report, "write_curves", lambda *_: None)
     monkeypatch.setattr(trainer, "load_data", load_data_once)
 
     def start(**flags) -> tuple[int, str, str]:

@@ -1,4 +1,7 @@
-"""common/metrics.py against brute force, hand-computed vectors and hostile text. No GPU, ~5 s."""
+"""The numbers, log, curves, credit page and report of a run (common/metrics.py and its neighbors).
+
+They are compared with brute force and hand-computed vectors, and are given hostile text.
+"""
 
 import errno
 import importlib
@@ -25,27 +28,21 @@ from huggingface_hub import ModelCard
 from tqdm import tqdm
 
 import grpo_arca
-from common import metrics
+from common import report, run_log
+from common.credit_page import credit_group, write_credit_page
+from common.curves import write_curves
 from common.data import Problem
+from common.messages import hints, introduction
 from common.metrics import (
-    RunLog,
-    before_after_table,
-    credit_group,
     credit_metrics,
-    environment,
     eval_metrics,
-    hints,
-    introduction,
-    log_completions,
     pass_at_k,
-    report_run,
     rollout_metrics,
     timed,
     weight_stats,
-    write_credit_page,
-    write_curves,
-    write_model_card,
 )
+from common.report import before_after_table, report_run, write_model_card
+from common.run_log import RunLog, environment, log_completions
 
 ROOT = Path(__file__).resolve().parents[2]
 EVAL = {"greedy_accuracy": 0.4, "sampled_accuracy": 0.35, "pass@4": 0.6}
@@ -159,7 +156,7 @@ class Micro:
     sampled_logp: torch.Tensor
     rewards: torch.Tensor
     advantages: torch.Tensor
-    base_logp: torch.Tensor | None
+    base_logp: torch.Tensor
     entropy: torch.Tensor
     weights: torch.Tensor
     loss_mask: torch.Tensor
@@ -280,7 +277,7 @@ def test_rollout_metrics_are_the_same_on_one_process_and_on_two():
 
 def test_a_figure_that_nothing_has_is_left_out():
     rows = [[0, 5], [1, 2, 3, 4, 6, 7]]  # 0 and 5 have a token each: nothing to concentrate on
-    result = metrics_of([shares(*rows, base_logp=None)])[0]
+    result = metrics_of([shares(*rows, base_logp=torch.empty(0))])[0]
     assert "kl" not in result and "weight_gini" in result
     assert all(math.isfinite(value) for value in result.values())
     result = metrics_of([[share(list(range(8))), share([0, 5])]])[0]
@@ -324,8 +321,10 @@ def test_completions_are_appended_by_the_main_process_alone(tmp_path):
     batch, problems = micro([0, 1, 2], [1, 0, 0.0]), [Problem(CHAT, "7"), Problem("p", "8")] * 2
     first, other = run_of(tmp_path, "a", "b", "c"), run_of(tmp_path, "a", "b", "c", main=False)
     for run in (first, other):
-        log_completions(run, "greedy", batch, problems, [1.0, math.nan, 0.0])
-        log_completions(run, "train", batch, problems[1:], [1.0, 0.0, 0.0])
+        batch.problems = problems
+        log_completions(run, "greedy", batch, [1.0, math.nan, 0.0])
+        batch.problems = problems[1:]
+        log_completions(run, "train", batch, [1.0, 0.0, 0.0])
     rows = strict(tmp_path / "completions.jsonl")
     assert [row["kind"] for row in rows] == ["greedy"] * 2 + ["train"] * 2
     assert rows[0] == {
@@ -412,8 +411,9 @@ def group_of(
     args = SimpleNamespace(num_generations=size)
     functions = dict.fromkeys(rewards, (None, 1.0))
     run = SimpleNamespace(args=args, tokenizer=tokenizer, step=3, reward_funcs=functions)
-    problems = {row: problem for batch in micros for row in batch.rows.tolist()}
-    groups = credit_group(run, list(micros), problems)
+    for batch in micros:
+        batch.problems = [problem] * len(batch.rows)
+    groups = credit_group(run, list(micros))
     assert len(groups) < 2
     return groups[0] if groups else {}
 
@@ -488,7 +488,7 @@ def strict(path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def run_log(folder: Path | None, resume_step: int = 0, track=lambda *row: None, **flags) -> RunLog:
+def open_log(folder: Path | None, resume_step: int = 0, track=lambda *row: None, **flags) -> RunLog:
     return RunLog(folder and str(folder), flags, resume_step, track)
 
 
@@ -505,7 +505,7 @@ def test_the_introduction_says_where_bfloat16_is_slow(monkeypatch, cpu, dtype, c
 
 
 def test_run_log_writes_strict_json(tmp_path):
-    log = run_log(tmp_path)
+    log = open_log(tmp_path)
     log.write({"step": 0, "eval": EVAL})
     log.write(
         {
@@ -523,7 +523,7 @@ def test_run_log_writes_strict_json(tmp_path):
 
 
 def test_run_log_resume_drops_later_rows_of_both_files_and_a_torn_last_line(tmp_path):
-    log, texts = run_log(tmp_path), tmp_path / "completions.jsonl"
+    log, texts = open_log(tmp_path), tmp_path / "completions.jsonl"
     for step in range(6):
         if step % 2 == 0:
             log.write({"step": step, "eval": EVAL})  # after the checkpoint of that step
@@ -533,13 +533,13 @@ def test_run_log_resume_drops_later_rows_of_both_files_and_a_torn_last_line(tmp_
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 6, "rew')
     texts.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 0')
-    resumed = run_log(tmp_path, 4)
+    resumed = open_log(tmp_path, 4)
     assert [row["step"] for row in strict(path) if "reward" in row] == [1, 2, 3, 4]
     assert [row["step"] for row in strict(path) if "eval" in row] == [0, 2]  # 4 is evaluated again
     assert strict(texts) == rows[:8]
     resumed.write({"step": 5, "reward": 1.0})
     assert resumed.rows == strict(path) and resumed.rows[-1]["reward"] == 1.0
-    again = run_log(tmp_path, 99)
+    again = open_log(tmp_path, 99)
     assert again.rows == resumed.rows and strict(path) == resumed.rows
 
 
@@ -551,17 +551,17 @@ def test_run_log_leaves_out_what_is_no_row_and_starts_anew_without_resume(tmp_pa
     path, texts = tmp_path / "metrics.jsonl", tmp_path / "completions.jsonl"
     for file in (path, texts):
         file.write_bytes(b'{"step": 1}\n' + line.encode("latin-1") + b'\n{"step": 3}\n')
-    assert run_log(tmp_path, 3).rows == strict(path) == strict(texts) == [{"step": 1}, {"step": 3}]
+    assert open_log(tmp_path, 3).rows == strict(path) == strict(texts) == [{"step": 1}, {"step": 3}]
     path.write_bytes(b'{"step": 1}\n' + line.encode("latin-1"))  # the last one may be torn
-    assert run_log(tmp_path, 3).rows == [{"step": 1}]
-    assert run_log(tmp_path).rows == [] and path.read_text() == texts.read_text() == ""
+    assert open_log(tmp_path, 3).rows == [{"step": 1}]
+    assert open_log(tmp_path).rows == [] and path.read_text() == texts.read_text() == ""
     path.unlink()
-    assert run_log(tmp_path, 3).rows == []  # nothing to resume from
+    assert open_log(tmp_path, 3).rows == []  # nothing to resume from
 
 
-def test_a_run_log_whose_rows_were_edited_still_ends_in_a_report(tmp_path, quick_curves):
+def test_a_run_log_whose_rows_were_edited_still_ends_in_a_report_in(tmp_path, quick_curves):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
-    log = run_log(tmp_path, 1)
+    log = open_log(tmp_path, 1)
     log.write({"step": 1, "eval": EVAL})
     config = {"output_dir": str(tmp_path), "run_name": "t"}
     assert "summary.json" in report_run(config, log, [])
@@ -576,13 +576,13 @@ def test_run_log_tracks_every_row_after_it_is_written(tmp_path):
         if step == 2:
             raise ConnectionError("a tracker's")
 
-    log = run_log(tmp_path, track=track)
+    log = open_log(tmp_path, track=track)
     log.write({"step": 1, "eval": {"pass@2": 0.5}})
     with pytest.raises(ConnectionError):
         log.write({"step": 2, "reward": torch.tensor(0.5)})
     assert seen == [({"eval/pass@2": 0.5}, 1), ({"reward": 0.5}, 2)]
     assert [row["step"] for row in log.rows] == [1, 2]
-    silent = run_log(None, 5, lambda figures, step: seen.append(step))  # another process's
+    silent = open_log(None, 5, lambda figures, step: seen.append(step))  # another process's
     silent.write({"step": 6, "eval": EVAL})
     assert seen[-1] == 6 and len(silent.rows) == 1
 
@@ -594,10 +594,10 @@ def test_lines_begin_on_a_line_of_their_own_beside_a_bar(tmp_path, capfd, what):
         bar.update()
         before = capfd.readouterr().err
         if what == "an evaluation":
-            run_log(tmp_path).write({"step": 1, "eval": {"pass@2": None, "pass@4": 0.5}})
+            open_log(tmp_path).write({"step": 1, "eval": {"pass@2": None, "pass@4": 0.5}})
         else:
             (tmp_path / "summary.json").mkdir()
-            report(tmp_path)
+            report_in(tmp_path)
         out, err = capfd.readouterr()
     assert "1/3" in before and not before.endswith("\n")
     assert err.startswith("\r")  # the bar is wiped first
@@ -613,7 +613,7 @@ def test_lines_begin_on_a_line_of_their_own_beside_a_bar(tmp_path, capfd, what):
 def test_config_holds_the_flags_and_what_else_figures_depend_on(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo_x.py", "--learning_rate", "1.23456789e-7"])
     flags = {"learning_rate": 1.23456789e-7, "name": 'a "b"\n\ud800', "none": None}
-    run_log(tmp_path, **flags)
+    open_log(tmp_path, **flags)
     config = json.loads((tmp_path / "config.json").read_text())
     facts = config.pop("environment")
     assert config == flags
@@ -632,7 +632,7 @@ def git(folder: Path, *command: str) -> str:
 
 def test_environment_names_the_commit_and_whether_the_code_is_its(tmp_path, monkeypatch):
     (tmp_path / "common").mkdir()
-    monkeypatch.setattr(metrics, "__file__", str(tmp_path / "common/metrics.py"))
+    monkeypatch.setattr(run_log, "__file__", str(tmp_path / "common/run_log.py"))
     assert environment()["commit"] is None  # no checkout
     (tmp_path / "grpo_x.py").write_text("1")
     git(tmp_path, "init")
@@ -699,7 +699,7 @@ def test_write_curves_is_silent_and_writes_a_png(tmp_path, name):
 @pytest.mark.slow  # a process of its own, which imports torch
 def test_matplotlib_is_loaded_late_and_pyplot_never(tmp_path):
     code = (
-        "import sys, common.metrics as m; assert 'matplotlib' not in sys.modules;"
+        "import sys, common.metrics, common.curves as m; assert 'matplotlib' not in sys.modules;"
         f"m.write_curves({str(tmp_path / 'c.png')!r}, [], 't');"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
@@ -941,7 +941,7 @@ COMPLETION = {"reward": 1.0, "advantage": 0.7, "truncated": False, "tokens": [TO
 GROUP = {"prompt": "p", "answer": "7", "step": 1, "completions": [COMPLETION]}
 
 
-def report(folder: Path, groups: list[dict] = [GROUP]) -> str:  # noqa: B006
+def report_in(folder: Path, groups: list[dict] = [GROUP]) -> str:  # noqa: B006
     (folder / "adapter").mkdir(parents=True, exist_ok=True)
     config = BASE | {"run_name": "t"}
     rows = [full_row(step) | {"rollout_tokens": 5} for step in (1, 2)]
@@ -961,11 +961,11 @@ PNG_END = b"IEND\xaeB`\x82"
 @pytest.fixture
 def quick_curves(monkeypatch):
     """The drawing takes seconds, and most of these tests are about the other files."""
-    monkeypatch.setattr(metrics, "write_curves", lambda p, *_: Path(p).write_bytes(PNG_END))
+    monkeypatch.setattr(report, "write_curves", lambda p, *_: Path(p).write_bytes(PNG_END))
 
 
 def test_report_writes_every_file_and_says_nothing(tmp_path, capfd):
-    text = report(tmp_path)
+    text = report_in(tmp_path)
     assert all(is_whole(tmp_path / name) for name in FILES)
     assert all(str(tmp_path / name) in text for name in FILES if "/" not in name)
     assert capfd.readouterr() == ("", "")
@@ -974,7 +974,7 @@ def test_report_writes_every_file_and_says_nothing(tmp_path, capfd):
 @pytest.mark.usefixtures("quick_curves")
 def test_report_of_a_run_sums_up_its_log(tmp_path):
     (tmp_path / "adapter").mkdir()
-    log, seconds = run_log(tmp_path), {"seconds_score": 1.0, "seconds_update": 0.5}
+    log, seconds = open_log(tmp_path), {"seconds_score": 1.0, "seconds_update": 0.5}
     log.write({"step": 0, "eval": EVAL})
     for step in (1, 2, 3, 4):  # two updates a rollout
         rollout = {"seconds_rollout": 2.0 * (step % 2), "rollout_tokens": 7, "reward": 0.5}
@@ -995,7 +995,7 @@ def test_report_of_a_run_sums_up_its_log(tmp_path):
 @pytest.mark.usefixtures("quick_curves")
 def test_a_file_that_cannot_be_written_is_one_sentence_and_the_rest_is_there(tmp_path, capfd, name):
     (tmp_path / name).mkdir(parents=True)  # a directory in its place: IsADirectoryError
-    text = report(tmp_path)
+    text = report_in(tmp_path)
     assert all(is_whole(tmp_path / other) for other in FILES if other != name)
     out, err = capfd.readouterr()
     assert out == "" and len(err.splitlines()) == 1
@@ -1018,7 +1018,7 @@ def test_a_figure_that_cannot_be_drawn_costs_the_figure(tmp_path, capfd, monkeyp
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", broken)
     else:
         monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import now fails
-    text = report(tmp_path)
+    text = report_in(tmp_path)
     assert all(is_whole(tmp_path / name) for name in FILES if name != "curves.png")
     err = capfd.readouterr().err
     start = f"{tmp_path / 'curves.png'} is not written, the run goes on: {BREAKS[way]}"
@@ -1033,14 +1033,14 @@ def test_a_full_disk_is_left_to_the_trainer(tmp_path, capfd, name, request):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).symlink_to("/dev/full")  # every write there is ENOSPC
     with pytest.raises(OSError) as error:
-        report(tmp_path, [GROUP] * 400)
+        report_in(tmp_path, [GROUP] * 400)
     assert error.value.errno == errno.ENOSPC
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow  # it builds a font cache
 def test_a_font_cache_that_cannot_be_written_does_not_cost_the_figure(tmp_path):
-    code = f"import common.metrics as m; m.write_curves({str(tmp_path / 'c.png')!r}, [], 't')"
+    code = f"import common.curves as m; m.write_curves({str(tmp_path / 'c.png')!r}, [], 't')"
     environ = os.environ | {"MPLCONFIGDIR": "/dev/null/none", "HOME": "/dev/null"}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, check=True)
     assert is_whole(tmp_path / "c.png")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from markupsafe import Markup
 
-from common import metrics
+from common import credit_page
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -94,7 +94,7 @@ def write(path: Path, texts: list[str], title: str) -> None:
     facts = {"reward": 1.0, "advantage": 0.7, "truncated": False, "tokens": tokens}
     groups = [{"prompt": t, "answer": t, "step": t, "note": t, "completions": []} for t in texts]
     groups[0]["completions"] = [facts]
-    metrics.write_credit_page(str(path), title, groups)
+    credit_page.write_credit_page(str(path), title, groups)
 
 
 def dump(path: Path) -> str:
@@ -106,12 +106,12 @@ def dump(path: Path) -> str:
 
 
 def without_policy(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    lines = metrics.PAGE_TEMPLATE.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = credit_page.TEMPLATE.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if "Content-Security-Policy" not in line]
     assert len(kept) == len(lines) - 1
     template = folder / "template.html"
     template.write_text("".join(kept), encoding="utf-8")
-    monkeypatch.setattr(metrics, "PAGE_TEMPLATE", template)
+    monkeypatch.setattr(credit_page, "TEMPLATE", template)
 
 
 @pytest.mark.parametrize("policy", [True, False])
@@ -141,13 +141,13 @@ def test_each_of_two_broken_escapings_is_noticed(tmp_path, monkeypatch):
     """Markup that gets through is stopped by the policy; without it, a bare quote is enough."""
     page = tmp_path / "credit.html"
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "_visible", lambda text: Markup(str(text)))
+        patch.setattr(credit_page, "visible", lambda text: Markup(str(text)))
         write(page, PAYLOADS[:1], title="t")
         dom = Dom(dump(page))
         assert dom.texts("title") == ["t"] and "script" in dom.tags()
     without_policy(monkeypatch, tmp_path)
     bare = lambda text: Markup(html.escape(str(text), quote=False))
-    monkeypatch.setattr(metrics, "_visible", bare)
+    monkeypatch.setattr(credit_page, "visible", bare)
     write(page, PAYLOADS[7:8], title="t")
     # Whether the element gets its focus before the page is dumped is a matter of luck.
     assert any(Dom(dump(page)).texts("title") == ["PWNED"] for _ in range(8))

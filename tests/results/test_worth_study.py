@@ -137,7 +137,7 @@ def sampled(make_run) -> tuple[trainer.Run, trainer.Batch]:
     run = make_run(credit="uniform", num_generations=4, max_completion_length=60)
     data = ([PROBLEM] * 2, [encode_prompt(run.tokenizer, PROBLEM.prompt)] * 2)
     with run.grader:
-        batch, _ = trainer.collect(run, data, {})
+        batch = trainer.collect(run, data, {})
     batch.advantages = torch.tensor([1.0, -2.0, 0.0, 0.5, -0.5, 0.0, 1.5, 1.0])
     return run, batch
 
@@ -160,7 +160,7 @@ def test_only_wrong_leaves_right_completions_alone(make_run):
     run, batch = sampled(make_run)
     run.args.credit = "surprisal"
     (micro,) = study.all_rows(run.args, batch)
-    trainer.score(run, [micro], {})
+    trainer.score(run, micro, [micro], {})
     before = micro.credit.clone()
     study.for_wrong_only([micro])
     wrong = micro.advantages < 0

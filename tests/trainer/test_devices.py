@@ -15,7 +15,7 @@ from support import load_data_once
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import common.metrics
+import common.report
 import grpo_arca
 import grpo_oar
 import grpo_strace
@@ -130,12 +130,12 @@ def test_a_step(monkeypatch, module, flags):
     tokenizer, train_set, _ = module.load_data(args := prepare(monkeypatch, module, flags))
     with TwoDevices():
         run = module.build_run(args, tokenizer)
-        batch, _ = module.collect(run, train_set, {})
+        batch = module.collect(run, train_set, {})
         (micros,) = module.micro_batches(args, batch)
         for credit in CREDITS[module].split()[FLAGS.index(flags) :: 2]:
             metrics = {}
             run.args = module.parse_args(f"{SIZE} --credit {credit} {flags}".split())
-            module.score(run, micros, metrics)
+            module.score(run, batch, micros, metrics)
             module.update(run, micros)
             for micro in micros:
                 assert all(map(is_there, tensors_of(list(vars(micro).values()))))
@@ -151,7 +151,7 @@ def test_a_run(monkeypatch, tmp_path):
     for steps in (1, 2):
         args = prepare(monkeypatch, grpo_arca, f"{flags} {steps}")
         monkeypatch.setattr(grpo_arca.signal, "signal", lambda *_: None)  # pytest has its own
-        monkeypatch.setattr(common.metrics, "write_curves", lambda *_: None)
+        monkeypatch.setattr(common.report, "write_curves", lambda *_: None)
         with TwoDevices():
             grpo_arca.run_to_the_end(args)
         monkeypatch.undo()

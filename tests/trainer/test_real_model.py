@@ -43,7 +43,8 @@ def rollouts(smollm2, make_run):
 
     def make(dtype: str, weights: str):
         run = make_run(grpo_arca, smollm2, 0.01, dtype=dtype, rollout_weights=weights)
-        rows = [json.loads(line) for line in Path(smollm2, "sums.jsonl").open()][::20]
+        lines = Path(smollm2, "sums.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines[::20]]
         ask = {"add_generation_prompt": True, "tokenize": False}
         texts = [run.tokenizer.apply_chat_template(row["prompt"], **ask) for row in rows]
         prompts = [run.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
@@ -57,7 +58,7 @@ def rollouts(smollm2, make_run):
 def test_greedy_is_generate_token_for_token(rollouts, weights):
     run, prompts, _ = rollouts("float32", weights)
     u = torch.zeros(len(prompts), 28)
-    batch = grpo_arca.sample(run, torch.arange(len(prompts)), prompts, u, greedy=True)
+    batch = grpo_arca.sample(run, torch.arange(len(prompts)), prompts, u, is_greedy=True)
     for row, prompt in enumerate(prompts):
         ids, how = torch.tensor([prompt]), {"do_sample": False, "max_new_tokens": 28}
         how |= {"eos_token_id": run.eos_ids.tolist(), "pad_token_id": 0}

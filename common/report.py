@@ -1,0 +1,121 @@
+"""What a finished run leaves behind: summary.json, curves.png, credit.html, the adapter's card."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tqdm import tqdm
+
+from common.credit_page import write_credit_page
+from common.curves import write_curves
+from common.run_log import RunLog, finite_or_nan, plain
+
+CARD_TEMPLATE = Path(__file__).with_name("adapter_card.md")
+
+
+def report_run(config: dict[str, Any], log: RunLog, groups: list[dict[str, Any]]) -> str:
+    """Writes the files of a run that has ended, and returns what to print.
+
+    A file that cannot be written is mentioned on standard error and left out. A full disk is an
+    OSError, because every other file would fail as well.
+    """
+    folder = Path(config["output_dir"])
+    summary = summarize(log.rows)
+    before = summary["before"]
+    after = summary["after"]
+
+    failed: set[Path] = set()
+    path = folder / "summary.json"
+    with going_on(path, failed):
+        path.write_text(json.dumps(plain(summary), indent=2) + "\n", encoding="utf-8")
+    path = folder / "adapter/README.md"
+    with going_on(path, failed):
+        write_model_card(str(path), config, before, after)
+    path = folder / "curves.png"
+    with going_on(path, failed):
+        write_curves(str(path), log.rows, config["run_name"])
+    path = folder / "credit.html"
+    with going_on(path, failed):
+        write_credit_page(str(path), config["run_name"], groups)
+
+    paths = [folder / name for name in sorted(os.listdir(folder))]
+    written = [str(path) for path in paths if path not in failed]
+    return "\n".join(["", before_after_table(before, after), "", "Written:", *written])
+
+
+@contextlib.contextmanager
+def going_on(path: Path, failed: set[Path]) -> Iterator[None]:
+    """Lets the run go on if the block cannot write a file: says so and adds it to `failed`.
+
+    The error of a full disk is passed on.
+    """
+    try:
+        yield
+    except Exception as error:  # matplotlib alone raises a dozen kinds
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        failed.add(path)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        tqdm.write(f"{path} is not written, the run goes on: {reason}", sys.stderr)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what summary.json holds, from the rows of a log."""
+    evals = [row["eval"] for row in rows if row.get("eval")]
+    updates = [row for row in rows if "reward" in row]
+    phases = []
+    rollout_tokens = 0
+    for row in updates:
+        phases += [seconds for name, seconds in row.items() if name.startswith("seconds_")]
+        # Rows of one rollout repeat its figures. Its seconds stand in the first one alone.
+        if finite_or_nan(row.get("seconds_rollout")) > 0:
+            rollout_tokens += row["rollout_tokens"]
+    return {
+        "before": evals[0],
+        "after": evals[-1],
+        "steps": updates[-1]["step"] if updates else 0,
+        "rollout_tokens": rollout_tokens,
+        "seconds": round(time.time() - psutil.Process().create_time(), 1),  # of the process
+        "seconds_per_step": sum(phases) / max(1, len(updates)),  # of training alone
+    }
+
+
+def before_after_table(before: dict[str, float], after: dict[str, float]) -> str:
+    """Returns the first and the last evaluation as a text table, in percent."""
+    lines = [f"{'held-out':20}{'before':>8}{'after':>8}{'change':>8}"]
+    for key in before | after:
+        old = 100 * finite_or_nan(before.get(key))
+        new = 100 * finite_or_nan(after.get(key))
+        cells = [f"{old:.1f}%", f"{new:.1f}%", f"{new - old:+.1f}"]
+        shown = ["\N{EN DASH}" if "nan" in cell else cell for cell in cells]
+        lines.append(f"{key.replace('_', ' '):20}" + "".join(f"{cell:>8}" for cell in shown))
+    return "\n".join(lines)
+
+
+def write_model_card(
+    path: str, config: dict[str, Any], before: dict[str, float], after: dict[str, float]
+) -> None:
+    """Writes the README.md of a PEFT adapter, over the one that save_pretrained writes."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data = ModelCardData(
+        base_model=config["model_name_or_path"],
+        library_name="peft",
+        tags=["grpo", "lora", config["credit"]],
+    )
+    # JSON holds no line break, which could end the block.
+    flags = [f"--{key} {json.dumps(plain(value), default=str)}" for key, value in config.items()]
+    table = before_after_table(before, after)
+    card = ModelCard.from_template(
+        data, str(CARD_TEMPLATE), table=table, flags=flags, config=config
+    )
+    Path(path).write_text(f"{card}\n", encoding="utf-8", errors="replace", newline="\n")
