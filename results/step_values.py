@@ -1,20 +1,33 @@
-"""What exact credit is on the embedded task: the values of a solution's steps, by Monte-Carlo.
+"""Computes exact credit on the embedded task, and trains with it.
 
-A chain's reward is 1 if every claim (each step's result, then the boxed answer) is right. So a
-solution with a wrong claim is worth 0 from there on, and one whose first j of C claims are right is
-worth
+    python results/step_values.py --seed 1 --output_dir runs/oracle      # grpo_arca.py's flags
+    python results/step_values.py --whole_steps ...    # credit on all tokens of a step
+
+A chain's reward is 1 if every claim is right: the result of each step, and then the boxed answer.
+So a solution with a wrong claim is worth 0 from there on. One whose first j of C claims are right
+is worth
 
     V_j = h_{j+1} * h_{j+2} * ... * h_C      h_c: chance that claim c is right if all before are
 
-The rates h are counted for each problem over continuations by the present policy: so many from
-every claim that one of its samples reached. Those that began earlier and got there count; the rest
-begin there, spread over the samples that reached it, since their wording differs.
-gradient_quality.py holds credit methods against these values, value_oracle.py trains on them.
+The chances h are counted for each problem over continuations by the present policy: so many from
+every claim that one of its samples reached. Continuations that began earlier and got there count.
+The others begin there, spread over the samples that reached it, since their wording differs.
+
+Run as a program this is grpo_arca.py with the change of a step's value as its advantage: on the
+digits that state the step's result, or with --whole_steps on all of its tokens. It shows what a
+credit method could reach if it knew everything. Steps are valued by 16 continuations, which are not
+counted in the run's tokens: this is a measuring stick, not a method. worth_study.py measures the
+gradients of the same credit, and learning_curves.py trains with it.
 """
 
 import math
+import sys
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 import torch
 from torch import Tensor
@@ -23,120 +36,237 @@ import grpo_arca as trainer
 from common.data import Problem, completions_of, first_error, stated_results
 from common.reward import boxed_span
 
-AT_ONCE = 512  # continuations sampled together at most
+MOST_AT_ONCE = 512  # continuations that are sampled together
+CONTINUATIONS = 16  # of a training run, from each step
 
 
 class Solution(NamedTuple):
     """A completion, cut into claims. Claims are spans of tokens."""
 
-    right: int  # claims before the first wrong one
+    right: int  # number of claims before the first wrong one
     results: list[range]  # that state each right claim; then the first wrong token, if any
     steps: list[range]  # the same with all tokens since the claim before
     prefixes: list[list[int]]  # token ids to the end of the sentence of 0, 1, ... right claims
 
 
+# ---- Solutions -----------------------------------------------------------------------------------
 @cache
-def piece_of(tokenizer, token: int) -> str:
+def piece_of(tokenizer: Any, token: int) -> str:
+    """Returns the text of a token."""
     return tokenizer.decode([token], skip_special_tokens=True)
 
 
-def read_solution(tokenizer, ids: list[int], problem: Problem) -> Solution:
-    """Cuts a completion (with its stop token)."""
-    pieces = [piece_of(tokenizer, i) for i in ids]
-    text, ends = "".join(pieces), torch.tensor([len(piece) for piece in pieces]).cumsum(0)
+def read_solution(tokenizer: Any, ids: list[int], problem: Problem) -> Solution:
+    """Cuts a completion, with its stop token, into claims."""
+    pieces = [piece_of(tokenizer, token) for token in ids]
+    text = "".join(pieces)
+    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)  # of each token, in characters
 
-    def token_at(char: int) -> int:  # that holds a character, or the last one
-        return min(int((ends <= char).sum()), len(ids) - 1)
+    def token_at(character: int) -> int:
+        """Returns the token that holds a character, or the last one."""
+        return min(int((ends <= character).sum()), len(ids) - 1)
 
+    # Compare each claim with what is right.
     expected = [*map(str, problem.steps), problem.answer]
-    spans = [*stated_results(text, len(problem.steps)), boxed_span(text) or (len(text), len(text))]
-    good = [text[slice(*span)] == right for span, right in zip(spans, expected, strict=True)]
-    right = [*good, False].index(False)
+    box = boxed_span(text) or (len(text), len(text))
+    spans = [*stated_results(text, len(problem.steps)), box]  # of characters
+    is_right = [
+        text[begin:end] == result for (begin, end), result in zip(spans, expected, strict=True)
+    ]
+    right = is_right.index(False) if False in is_right else len(spans)
+
+    # Find the tokens of the right claims, and the first wrong one.
     results = [range(token_at(begin), token_at(end - 1) + 1) for begin, end in spans[:right]]
-    if right < len(spans):
-        wrong = token_at(first_error(text, problem))
+    error = first_error(text, problem)
+    if error is not None:
+        wrong = token_at(error)
         results.append(range(wrong, wrong + 1))
-    begins = [0, *(tokens.stop for tokens in results)]
-    steps = [range(min(b, tokens.start), tokens.stop) for b, tokens in zip(begins, results)]
-    cuts = [0, *(token_at(end) + 1 for _, end in spans[: min(right, len(problem.steps))])]
+
+    # A step begins where the result before it ends.
+    steps = []
+    begin = 0
+    for tokens in results:
+        steps.append(range(min(begin, tokens.start), tokens.stop))
+        begin = tokens.stop
+
+    # A continuation begins after the sentence of a right claim.
+    stated = spans[: min(right, len(problem.steps))]
+    cuts = [0, *(token_at(end) + 1 for _, end in stated)]
     prefixes = [ids[:cut] for cut in cuts if tokenizer.eos_token_id not in ids[:cut]]
     return Solution(right, results, steps, prefixes)
 
 
-def read_rollout(run, micros: list, problem_of: dict[int, Problem]) -> dict[int, Solution]:
-    """The solution of each row of a rollout."""
-    return {
-        row: read_solution(run.tokenizer, ids, problem_of[row])
-        for micro in micros
-        for row, ids in zip(micro.rows.tolist(), completions_of(run, micro)[0], strict=True)
-    }
+def read_rollout(
+    run: trainer.Run, micros: list[trainer.Batch], problem_of_row: dict[int, Problem]
+) -> dict[int, Solution]:
+    """Returns the solution of each row of a rollout."""
+    solutions = {}
+    for micro in micros:
+        completions, _ = completions_of(run, micro)
+        for row, ids in zip(micro.rows.tolist(), completions, strict=True):
+            solutions[row] = read_solution(run.tokenizer, ids, problem_of_row[row])
+    return solutions
+
+
+# ---- Values --------------------------------------------------------------------------------------
+class Group(NamedTuple):
+    """What is known about the problem of a group of samples."""
+
+    problem: Problem
+    prompt: list[int]  # token ids
+    solutions: list[Solution]
+    held: Tensor  # [C] how often claim c was right after right claims
+    tried: Tensor  # [C] and how often it was made
+
+
+def groups_of(
+    train_set: trainer.ProblemSet,
+    solutions: dict[int, Solution],
+    problem_of_row: dict[int, Problem],
+    size: int,
+) -> dict[int, Group]:
+    """Returns the groups of a rollout by their number, row // size, with nothing counted yet."""
+    prompt_of = {problem.prompt: ids for problem, ids in zip(*train_set, strict=True)}
+    groups = {}
+    for row, problem in problem_of_row.items():
+        number = row // size
+        if number in groups:
+            continue
+        claims = len(problem.steps) + 1
+        own = [solutions[other] for other in range(number * size, (number + 1) * size)]
+        prompt = prompt_of[problem.prompt]
+        groups[number] = Group(problem, prompt, own, torch.zeros(claims), torch.zeros(claims))
+    return groups
+
+
+def missing_continuations(
+    groups: dict[int, Group], claims: int, continuations: int
+) -> list[tuple[Group, list[int]]]:
+    """Returns what to sample after so many right claims: groups, and token ids to continue."""
+    jobs = []
+    for group in groups.values():
+        starts = [solution.prefixes for solution in group.solutions]
+        reached = [prefixes[claims] for prefixes in starts if len(prefixes) > claims]
+        if not reached:
+            continue
+        missing = range(continuations - int(group.tried[claims]))
+        jobs += [(group, group.prompt + reached[i % len(reached)]) for i in missing]
+    return jobs
 
 
 def step_values(
-    run, data: tuple, solutions: dict[int, Solution], problem_of: dict[int, Problem],
+    run: trainer.Run,
+    train_set: trainer.ProblemSet,
+    solutions: dict[int, Solution],
+    problem_of_row: dict[int, Problem],
     continuations: int,
-) -> dict[int, list[float]]:  # fmt: skip
-    """V_0 ... V_C of each group of samples (row // G) of a rollout of `data`; V_C = 1."""
-    size, counts = run.args.num_generations, {}
-    prompt_of = {problem.prompt: ids for problem, ids in zip(*data, strict=True)}
-    prompts = {row // size: prompt_of[problem.prompt] for row, problem in problem_of.items()}
-    for group in prompts:  # [claims that held | were tried, claim]
-        counts[group] = torch.zeros(2, len(problem_of[group * size].steps) + 1)
-    for claims in range(max(count.shape[1] for count in counts.values())):
-        jobs = []  # (group, token ids): what is missing after so many right claims
-        for group, prompt in prompts.items():
-            found = [solutions[row].prefixes for row in range(group * size, (group + 1) * size)]
-            reached = [prefixes[claims] for prefixes in found if len(prefixes) > claims]
-            for i in range(continuations - int(counts[group][1, claims]) if reached else 0):
-                jobs.append((group, prompt + reached[i % len(reached)]))
-        for first in range(0, len(jobs), AT_ONCE):
-            part = jobs[first : first + AT_ONCE]
+) -> dict[int, list[float]]:
+    """Returns V_0 ... V_C of each group of samples (row // G) of a rollout. V_C is 1."""
+    groups = groups_of(train_set, solutions, problem_of_row, run.args.num_generations)
+    most_claims = max(len(group.tried) for group in groups.values())
+    for claims in range(most_claims):
+        jobs = missing_continuations(groups, claims, continuations)
+        for first in range(0, len(jobs), MOST_AT_ONCE):
+            part = jobs[first : first + MOST_AT_ONCE]
             rows = torch.arange(first, first + len(part)) + 1_000_000 * claims
-            room = run.args.max_completion_length
-            u = trainer.row_uniforms(run.args, "values", run.rollout, rows, room)
-            batch = trainer.sample(run, rows, [ids for _, ids in part], u)
-            for (group, ids), more in zip(part, completions_of(run, batch)[0], strict=True):
-                completion = ids[len(prompts[group]) :] + more
-                right = read_solution(run.tokenizer, completion, problem_of[group * size]).right
-                counts[group][0, claims:right] += 1
-                counts[group][1, claims : right + 1] += 1
+            length = run.args.max_completion_length
+            uniforms = trainer.row_uniforms(run.args, "values", run.rollout, rows, length)
+            batch = trainer.sample(run, rows, [ids for _, ids in part], uniforms)
+            sampled, _ = completions_of(run, batch)
+            for (group, ids), more in zip(part, sampled, strict=True):
+                completion = ids[len(group.prompt) :] + more
+                right = read_solution(run.tokenizer, completion, group.problem).right
+                group.held[claims:right] += 1
+                group.tried[claims : right + 1] += 1
+
     values = {}
-    for group, (held, tried) in counts.items():
-        rates = held / tried.clamp(min=1)  # a claim that nothing reached counts for nothing
-        values[group] = [*rates.flip(0).cumprod(0).flip(0).tolist(), 1.0]
+    for number, group in groups.items():
+        chances = group.held / group.tried.clamp(min=1)  # 0 for a claim that nothing reached
+        products = chances.flip(0).cumprod(0).flip(0)
+        values[number] = [*products.tolist(), 1.0]
     return values
 
 
-def group_scale(rate: float, size: int) -> float:
-    """What GRPO's standard deviation of a group does to the gradient of a problem's success rate,
-    on average over groups of that size: E[A | right] - E[A | wrong]."""
+def group_scale(chance: float, size: int) -> float:
+    """Returns E[A | right] - E[A | wrong] of GRPO's advantages, over groups of `size` samples.
+
+    This is by how much the standard deviation of a group scales the gradient of a problem's chance
+    to be solved, on average.
+    """
     total = 0.0
-    for others in range(size):  # right ones among the other samples
-        chance = math.comb(size - 1, others) * rate**others * (1 - rate) ** (size - 1 - others)
-        for right, own in ((others + 1, 1), (others, 0)):
-            std = (right * (size - right) / size / (size - 1)) ** 0.5
-            total += chance * abs(own - right / size) / std if std > 0 else 0.0
+    for right_others in range(size):  # among the other samples of the group
+        wrong_others = size - 1 - right_others
+        arrangements = math.comb(size - 1, right_others)
+        weight = arrangements * chance**right_others * (1 - chance) ** wrong_others
+        for own_reward in (0, 1):
+            right = right_others + own_reward
+            deviation = (right * (size - right) / size / (size - 1)) ** 0.5
+            if deviation > 0:
+                total += weight * abs(own_reward - right / size) / deviation
     return total
 
 
 def step_advantages(
-    solutions: dict[int, Solution], values: dict[int, list[float]], micro, size: int, whole: bool,
+    solutions: dict[int, Solution],
+    values: dict[int, list[float]],
+    micro: trainer.Batch,
+    size: int,
+    whole: bool = False,
     least_variance: bool = False,
-) -> Tensor:  # fmt: skip
-    """Signed advantages [B, T]: V_{c+1} - V_c for claim c, -V_c where it is wrong, on the tokens
-    that state it or (`whole`) on all of its step, else 0; times what GRPO would scale them by.
+) -> Tensor:
+    """Returns signed advantages [B, T]: the change of the value by each claim, else 0.
+
+    That is V_{c+1} - V_c for claim c, and -V_c where it is wrong, times what GRPO would scale it
+    by. It stands on the tokens that state the claim or, if `whole`, on all tokens of its step.
 
     `least_variance` takes another baseline than V_c. If the claim is one choice, right with chance
-    h, the softmax's gradient is as long as 1 - h where it is right and as h where it is wrong, and
+    h, the softmax's gradient is as long as 1 - h where it is right and as h where it is wrong. Then
     the baseline E[Q |g|^2] / E[|g|^2] is V_{c+1} (1 - h) = V_{c+1} - V_c.
     """
     advantages = torch.zeros(micro.mask.shape)
     for i, row in enumerate(micro.rows.tolist()):
-        solution, value = solutions[row], values[row // size]
+        solution = solutions[row]
+        value = values[row // size]
         scale = group_scale(value[0], size)
         spans = solution.steps if whole else solution.results
         for claim, tokens in enumerate(spans):
             after = value[claim + 1] if claim < solution.right else 0.0
-            baseline = value[claim + 1] - value[claim] if least_variance else value[claim]
+            baseline = value[claim]
+            if least_variance:
+                baseline = value[claim + 1] - value[claim]
             advantages[i, tokens.start : tokens.stop] = scale * (after - baseline)
     return advantages * micro.mask
+
+
+# ---- Training ------------------------------------------------------------------------------------
+def train_with_exact_credit(argv: list[str]) -> None:
+    """Runs grpo_arca.py with exact credit."""
+    whole = "--whole_steps" in argv
+    sample_and_grade = trainer.collect
+
+    def collect(run: trainer.Run, train_set: trainer.ProblemSet, metrics: dict) -> tuple:
+        """Collects a rollout, and puts the signed advantages of its tokens into its credit."""
+        batch, problem_of_row = sample_and_grade(run, train_set, metrics)
+        solutions = read_rollout(run, [batch], problem_of_row)
+        values = step_values(run, train_set, solutions, problem_of_row, CONTINUATIONS)
+        size = run.args.num_generations
+        batch.credit = step_advantages(solutions, values, batch, size, whole)
+        batch.advantages = torch.ones_like(batch.advantages)
+        return batch, problem_of_row
+
+    def assign_credit(run: trainer.Run, micros: list[trainer.Batch], metrics: dict) -> None:
+        """Keeps the credit of `collect`. On the pages each token has the same weight."""
+        for micro in micros:
+            micro.weights = micro.mask.float()
+            if micro.credit is trainer.NOT_SET:  # in the check before the first rollout
+                micro.credit = micro.weights
+
+    trainer.collect = collect
+    trainer.assign_credit = assign_credit
+    flags = [word for word in argv if word != "--whole_steps"]
+    sys.argv = [__file__, *flags, "--credit", "uniform"]  # its objective is A * credit, too
+    trainer.main()
+
+
+if __name__ == "__main__":
+    train_with_exact_credit(sys.argv[1:])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-from conftest import ROOT, randomise_adapter
+from support import ROOT, randomize_adapter
 from transformers import AutoTokenizer
 
 import grpo_arca
@@ -109,7 +109,7 @@ def build(script: str, load_in_4bit: bool):
     args.load_in_4bit = load_in_4bit
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     run = module.build_run(args, tokenizer)
-    randomise_adapter(run.model)
+    randomize_adapter(run.model)
     return replace(run, grader=HashGrader())
 
 

@@ -1,51 +1,64 @@
-"""Measure before you train: what is one completion worth under a credit method of yours?
+"""Measures before you train: what is one completion worth under a credit method?
 
-    python results/worth.py my_method.py "grpo_arca.py --credit surprisal"    # ten minutes, 2 cores
-    python results/worth.py my_method.py --batches 24 -- --model_name_or_path Qwen/Qwen3-1.7B \
+    python tools/worth.py my_method.py "grpo_arca.py --credit surprisal"    # ten minutes, 2 cores
+    python tools/worth.py my_method.py --batches 24 -- --model_name_or_path Qwen/Qwen3-1.7B \\
         --dataset_name openai/gsm8k --max_completion_length 256
-    python results/worth.py my_method.py --adapter runs/x/adapter -- ...   # in the middle of a run
+    python tools/worth.py my_method.py --adapter runs/x/adapter -- ...   # in the middle of a run
 
-A method is a script with a CREDIT region and its flags, in quotes; those after `--` go to all of
-them and to plain GRPO, to which they are compared. Every method gets the same batches (each a
-rollout of those flags) at the same policy, and turns each into a gradient of the adapter. Printed,
-with 95% intervals over batches:
+A method is a script with a CREDIT region, and its flags, in quotes. The flags after `--` go to all
+methods and to plain GRPO, with which they are compared. Every method gets the same batches, each a
+rollout of those flags by the same policy, and turns each of them into a gradient of the adapter.
+The table shows, with 95% intervals over batches:
 
-    worth   signal-to-noise |mean|^2 / variance of the batch gradients over plain GRPO's: so many of
-            its completions are as good as one under the method
-    adam    the same with each coordinate over its root mean square, as the optimiser divides it
-    bias    cosine of the mean gradient with plain GRPO's, which is the policy gradient; 1 is none
-    aligned worth * bias^2: of the worth, what points along the policy gradient
+    worth    the signal-to-noise ratio |mean|^2 / variance of the batch gradients, divided by that
+             of plain GRPO: so many of its completions are as good as one under the method
+    adam     the same, with each coordinate divided by its root mean square, as the optimizer does
+    bias     the cosine of the mean gradient with that of plain GRPO, which is the policy gradient;
+             it is corrected for the noise of both, so 1 means no bias
+    aligned  worth * bias^2: the part of the worth that points along the policy gradient
 
-It also says what share of the reward the policy earns, the entropy of its tokens, and how much
-longer, squared, the gradient of a completion below its group's mean is than that of one above. The
-baseline of the least variance weighs rewards by those squares: the longer the gradients of wrong
+|mean|^2 and <mean, mean'> are means over pairs of different batches, and therefore unbiased.
+Intervals are percentile bootstraps over batches, with the same draws for a method and for GRPO.
+
+Above the table stand the share of the reward that the policy earns, the entropy of its tokens, and
+the ratio of two squared gradients: of a completion below its group's mean, over one above it. The
+baseline of least variance weighs rewards by these squares. So the longer the gradients of wrong
 completions are, the more is gained by leaving them out (--negative_weight 0).
 
-`half of the groups` is plain GRPO that leaves out every other group, and is worth 1/2: where that
-does not lie in its interval, as may happen, the others need more batches, too. A method may be
-worth more at one policy than at another: measure at two.
+`half of the groups` is plain GRPO that leaves out every other group, and is worth 1/2. Where 1/2 is
+not in its interval, which may happen, the other rows need more batches, too. A method may be worth
+more at one policy than at another, so measure at two.
 
-Of the adapter's gradient --coordinates are kept, the same random ones of each batch (all, where it
-has no more): what that does to the figures stands in results/README.md. It resumes; under another
-script, adapter, model or data it measures again. Files are in runs/worth/, 4 bytes a coordinate,
-method and batch.
+Of each gradient, --coordinates are kept, the same random ones in every batch (all, if there are no
+more); results/README.md says what that does to the figures. The command resumes. With another
+script, adapter, model or data it measures again. Its files are in runs/worth/ and take 4 bytes for
+each coordinate, method and batch.
 """
 
 import argparse
+import contextlib
+import csv
 import hashlib
 import importlib.util
+import multiprocessing
 import os
 import shlex
 import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "results")]
+sys.path.insert(0, str(ROOT))
 
+import numpy as np
 import torch
-from gradient_quality import SEED, UNIFORM, figures, in_a_process, load, run_all, write_table
+import transformers
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
@@ -54,59 +67,114 @@ import grpo_arca as trainer
 from common.data import DataError, load_data
 from common.reward import RewardError
 
-HALF, KEYS = "half of the groups", ("worth", "adam", "bias", "aligned")
-PLAIN = ["--credit", "uniform", "--negative_weight", "1"]
-# Of the flags that all scripts have, a method may set these: others make other batches
-ITS_OWN = {"credit", "sharpening", "score_in_fp32", "negative_weight", "loss_type"}
-ITS_OWN |= {"output_dir", "run_name"}
+UNIFORM = "uniform (GRPO)"
+HALF = "half of the groups"
+PLAIN_FLAGS = ["--credit", "uniform", "--negative_weight", "1"]
+SEED = ["--seed", "99"]  # no training run of ours has it
+# The flags of all scripts that a method may set. Any other would make other batches.
+OWN_FLAGS = {"credit", "sharpening", "score_in_fp32", "negative_weight", "loss_type"}
+OWN_FLAGS |= {"output_dir", "run_name"}
+FIGURES = ("worth", "aligned", "adam", "bias", "cosine")  # columns of a table
+PRINTED_FIGURES = ("worth", "adam", "bias", "aligned")
+BOOTSTRAP_DRAWS = 2000
+LONGEST_MESSAGE = 600  # characters
+
+Measured = dict[str, Tensor]  # what the file of a batch holds: gradients by the key of their method
 
 
-def fail(message: object) -> None:
+def fail(message: object) -> NoReturn:
+    """Ends the program with a sentence about the user's mistake."""
     sys.exit(f"worth.py: error: {message}")
 
 
-# ---- What a process computes ---------------------------------------------------------------------
+# ---- Gradients: what a process computes ----------------------------------------------------------
+class Job(NamedTuple):
+    """One batch to measure."""
+
+    path: Path  # of its file
+    batch: int  # its number, which determines problems and samples
+    methods: dict[str, str]  # key in the file -> method
+    flags: tuple[str, ...]  # of all methods
+    adapter: str | None  # a folder, or None for a new adapter
+    coordinates: int  # to keep of a gradient
+
+
 @cache
-def load_script(path: Path):
+def load_script(path: Path) -> ModuleType:
+    """Imports a script from anywhere, once."""
     spec = importlib.util.spec_from_file_location(f"method_{path.stem}", path)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    assert spec is not None and spec.loader is not None  # the path ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def load_method(method: str) -> tuple:
-    """The script of "script.py --flag value" as a module, and its flags; ValueError if it is no
-    trainer."""
+def load_method(method: str) -> tuple[ModuleType, list[str]]:
+    """Returns the script of "script.py --flag value" as a module, and its flags.
+
+    Raises ValueError if there is no such script, or if it is not a trainer.
+    """
     if method in (UNIFORM, HALF):
-        return trainer, PLAIN
+        return trainer, PLAIN_FLAGS
     script, *flags = shlex.split(method)
-    path = next((p for p in (Path(script), ROOT / script) if p.is_file()), Path())
-    if path.suffix != ".py":
+    found = [path for path in (Path(script), ROOT / script) if path.is_file()]
+    if not found or found[0].suffix != ".py":
         raise ValueError(f"there is no script {script}: name a copy of grpo_arca.py")
-    module = load_script(path.resolve())
+    module = load_script(found[0].resolve())
     if not hasattr(module, "token_scores") or not hasattr(module, "policy_loss"):
         raise ValueError(f"{script} has no token_scores or no policy_loss: name a trainer")
     return module, flags
 
 
 @cache
-def prepare(flags: tuple[str, ...], adapter: str | None):
-    """A run at the policy that is asked for, and the problems that it draws from."""
-    args = trainer.parse_args([*SEED, *flags, *PLAIN])
-    tokenizer, data, _ = load_data(args)
+def prepare(flags: tuple[str, ...], adapter: str | None) -> tuple[trainer.Run, trainer.ProblemSet]:
+    """Returns a run with the policy to measure, and the problems that it draws from."""
+    args = trainer.parse_args([*SEED, *flags, *PLAIN_FLAGS])
+    tokenizer, train_set, _ = load_data(args)
     run = trainer.build_run(args, tokenizer)
-    if adapter:
-        state = load_file(Path(adapter) / "adapter_model.safetensors")
-        unknown = set_peft_model_state_dict(run.model, state).unexpected_keys
+    if adapter is not None:
+        weights = load_file(Path(adapter) / "adapter_model.safetensors")
+        unknown = set_peft_model_state_dict(run.model, weights).unexpected_keys
         if unknown:
             raise ValueError(f"{adapter} is not of this model: it has {unknown[0]}")
-    return run, data
+    return run, train_set
 
 
-def gradient(run, module, micros: list, completions: int) -> Tensor:
-    """The adapter's [parameters], on the CPU, of an update on scored micro-batches at ratio 1."""
-    trained = [p for p in run.model.parameters() if p.requires_grad]
-    total = torch.zeros(sum(p.numel() for p in trained))
+def trained_parameters(run: trainer.Run) -> list[torch.nn.Parameter]:
+    """Returns the parameters of the adapter."""
+    return [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+
+
+def scored(
+    run: trainer.Run, rollout: trainer.Batch, method: str, flags: tuple[str, ...]
+) -> tuple[trainer.Run, ModuleType, list[trainer.Batch]]:
+    """Scores a rollout under a method. Returns its run, its script and its micro-batches."""
+    module, own_flags = load_method(method)
+    args = module.parse_args([*SEED, *flags, *own_flags])
+    own_run = replace(run, args=args)
+
+    advantages = rollout.advantages.clone()  # [B]
+    advantages[advantages < 0] *= args.negative_weight  # as `collect` does
+    if method == HALF:
+        group = rollout.rows // args.num_generations
+        advantages[group % 2 == 1] = 0.0
+
+    updates = trainer.micro_batches(run.args, replace(rollout, advantages=advantages))
+    micros = [micro for update in updates for micro in update]
+    module.score(own_run, micros, {})
+    return own_run, module, micros
+
+
+def gradient(
+    run: trainer.Run, module: ModuleType, micros: list[trainer.Batch], completions: int
+) -> Tensor:
+    """Returns the adapter's gradient [parameters] of an update on scored micro-batches, on the CPU.
+
+    All ratios are 1, as in the first update on a rollout.
+    """
+    trained = trained_parameters(run)
+    total = torch.zeros(sum(parameter.numel() for parameter in trained))
     for micro in micros:
         logp = module.training_forward(run, micro)
         scale = module.token_scale(run.args, micro.loss_mask, completions, micro.update_tokens)
@@ -116,138 +184,298 @@ def gradient(run, module, micros: list, completions: int) -> Tensor:
     return total
 
 
-def squares(run, rollout) -> Tensor:
-    """[2, 2]: completions below their group's mean, and those above it; how many there are, and the
-    sum of the squared lengths of their own gradients, whatever their advantage."""
-    trained = [p for p in run.model.parameters() if p.requires_grad]
-    found, one_row = torch.zeros(2, 2), replace(run.args, per_device_train_batch_size=1)
-    for part in trainer.micro_batches(one_row, replace(rollout)):
-        for row in part:
-            if row.loss_mask.any():  # one without an advantage may stand for none at all
-                scale = trainer.token_scale(run.args, row.loss_mask, 1, row.update_tokens)
-                total = (trainer.training_forward(run, row) * scale).sum()
-                parts = torch.autograd.grad(total, trained)
-                length = sum(part.float().square().sum() for part in parts).item()
-                found[int(row.advantages > 0)] += torch.tensor([1.0, length])
+def method_gradient(
+    run: trainer.Run, rollout: trainer.Batch, method: str, flags: tuple[str, ...]
+) -> Tensor:
+    """Returns the gradient [parameters] of a rollout under a method."""
+    own_run, module, micros = scored(run, rollout, method, flags)
+    return gradient(own_run, module, micros, len(rollout.rows))
+
+
+def squares(run: trainer.Run, rollout: trainer.Batch) -> Tensor:
+    """Returns counts and sums of squared gradients [2, 2] of single completions.
+
+    The first row is of the completions below their group's mean, the second of those above it. The
+    first column is how many there are, the second the sum of the squared lengths of their
+    gradients, each without its advantage.
+    """
+    trained = trained_parameters(run)
+    one_by_one = replace(run.args, per_device_train_batch_size=1)
+    found = torch.zeros(2, 2)
+    for update in trainer.micro_batches(one_by_one, replace(rollout)):
+        for row in update:
+            if not row.loss_mask.any():  # stands for an update without a gradient
+                continue
+            scale = trainer.token_scale(run.args, row.loss_mask, 1, row.update_tokens)
+            mean_logp = (trainer.training_forward(run, row) * scale).sum()
+            parts = torch.autograd.grad(mean_logp, trained)
+            squared_length = sum(float(part.float().square().sum()) for part in parts)
+            is_above = int(row.advantages > 0)
+            found[is_above] += torch.tensor([1.0, squared_length])
     return found
 
 
-def measure(job: tuple) -> str:
-    """The gradients of one batch under the methods that its file lacks."""
-    path, batch, methods, flags, adapter, coordinates = job
-    found, (run, data) = load(path), prepare(flags, adapter)
-    run.rollout = batch
-    rollout, _ = trainer.collect(run, data, {})
+def measure(job: Job) -> str:
+    """Adds to the file of a batch the gradients that it lacks. Returns what to call the batch."""
+    found = load(job.path)
+    run, train_set = prepare(job.flags, job.adapter)
+    run.rollout = job.batch
+    rollout, _ = trainer.collect(run, train_set, {})
     if "squares" not in found:
         found["reward"] = rollout.rewards.nanmean().cpu()
         found["entropy"] = rollout.entropy[rollout.mask].mean().cpu()
         found["squares"] = squares(run, rollout)
-    for key, method in methods.items():
+
+    for key, method in job.methods.items():
         if key in found:
             continue
-        module, own = load_method(method)
-        args = module.parse_args([*SEED, *flags, *own])
-        copy, advantages = replace(run, args=args), rollout.advantages.clone()
-        advantages[advantages < 0] *= args.negative_weight  # as `collect` does
-        if method == HALF:
-            advantages[rollout.rows // args.num_generations % 2 == 1] = 0.0
-        parts = trainer.micro_batches(run.args, replace(rollout, advantages=advantages))
-        micros = [micro for part in parts for micro in part]
-        module.score(copy, micros, {})
-        whole = gradient(copy, module, micros, len(rollout.rows))
-        places = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-        found[key] = (
-            whole[places[:coordinates].sort().values] if len(whole) > coordinates else whole
-        )
+        whole = method_gradient(run, rollout, method, job.flags)
+        found[key] = whole
+        if len(whole) > job.coordinates:
+            order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+            found[key] = whole[order[: job.coordinates].sort().values]
+    save(found, job.path)
+    return f"batch {job.batch}"
+
+
+# ---- Files and processes -------------------------------------------------------------------------
+def load(path: Path) -> Measured:
+    """Returns what has been measured of a batch."""
+    return torch.load(path, mmap=True) if path.exists() else {}
+
+
+def save(found: Measured, path: Path) -> None:
+    """Writes the file of a batch, so that an interruption cannot leave half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(found, path.with_suffix(".partial"))
-    path.with_suffix(".partial").rename(path)
-    return f"batch {batch}"
+    partial_path = path.with_suffix(".partial")
+    torch.save(found, partial_path)
+    partial_path.rename(path)
+
+
+def run_quietly(function: Callable[[Any], str], job: Any) -> str:
+    """Returns function(job), computed in silence and, without a GPU, on one core."""
+    if not trainer.CUDA:
+        torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    try:
+        return function(job)
+    except SystemExit as error:  # after a wrong flag; a pool would wait for ever
+        raise RuntimeError("a run with these flags ends with the sentence above") from error
+
+
+def run_all(function: Callable[[Any], str], jobs: list, processes: int) -> None:
+    """Does every job, and prints its progress and how much time is left."""
+    began = time.time()
+    quiet_function = partial(run_quietly, function)
+    with contextlib.ExitStack() as stack:
+        names: Iterable[str] = map(quiet_function, jobs)
+        if processes > 1:
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(processes))
+            names = pool.imap_unordered(quiet_function, jobs)
+        for done, name in enumerate(names, start=1):
+            seconds = (time.time() - began) / done
+            minutes_left = seconds * (len(jobs) - done) / 60
+            progress = f"[{done}/{len(jobs)}] {name}"
+            times = f"{seconds:.0f} s each, {minutes_left:.0f} min left"
+            print(f"{progress}; {times}", file=sys.stderr, flush=True)
+
+
+# ---- Figures from gradients ----------------------------------------------------------------------
+def pair_mean(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Returns, for each of D draws, the mean inner product over pairs of different batches [D].
+
+    `products` [N, N] holds the inner products, and `weights` [D, N] how often a draw has a batch.
+    A batch is never paired with itself.
+    """
+    off_diagonal = products - np.diag(np.diag(products))
+    pairs = weights.sum(1) ** 2 - (weights**2).sum(1)  # 0 if a draw has only one batch
+    with np.errstate(invalid="ignore"):
+        return (weights @ off_diagonal * weights).sum(1) / pairs
+
+
+def signal_to_noise(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Returns |mean|^2 / variance [D] of batch gradients with these inner products [N, N]."""
+    signal = pair_mean(products, weights)
+    power = weights @ np.diag(products) / weights.sum(1)
+    return signal.clip(1e-12) / (power - signal)
+
+
+def as_adam_sees(gradients: np.ndarray) -> np.ndarray:
+    """Returns inner products [N, N] of gradients whose coordinates have root mean square 1, or 0.
+
+    Adam divides a coordinate by its root mean square, too.
+    """
+    size = np.sqrt((gradients**2).mean(0))
+    divisor = np.where(size > 1e-9 * size.max(), size, np.inf)
+    scaled = gradients / divisor
+    return scaled @ scaled.T
+
+
+def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, Any]]:
+    """Returns a row for each method from its batch gradients [N, parameters].
+
+    A row has the figures and the ends of their intervals, `_low` and `_high`.
+    """
+    uniform = gradients[UNIFORM]
+    count = len(uniform)
+    rng = np.random.default_rng(seed)
+    draws = rng.multinomial(count, np.full(count, 1 / count), BOOTSTRAP_DRAWS)
+    weights = np.concatenate([np.ones((1, count)), draws])  # the first gives the figure itself
+
+    uniform_products = uniform @ uniform.T  # [N, N]
+    uniform_snr = signal_to_noise(uniform_products, weights)
+    uniform_adam = signal_to_noise(as_adam_sees(uniform), weights)
+    uniform_square = pair_mean(uniform_products, weights).clip(1e-12)
+    other_batches = uniform.sum(0) - uniform  # [N, parameters]
+
+    rows = []
+    for name, own in gradients.items():
+        products = own @ own.T
+        snr = signal_to_noise(products, weights)
+        worth = snr / uniform_snr
+        square = pair_mean(products, weights).clip(1e-12)
+        bias = pair_mean(own @ uniform.T, weights) / (square * uniform_square) ** 0.5
+        lengths = np.linalg.norm(own, axis=1) * np.linalg.norm(other_batches, axis=1)
+        cosines = (own * other_batches).sum(1) / lengths
+        values = {
+            "worth": worth,
+            "aligned": worth * bias.clip(0) ** 2,
+            "adam": signal_to_noise(as_adam_sees(own), weights) / uniform_adam,
+            "bias": bias,
+            "cosine": weights @ cosines / count,
+        }
+        row: dict[str, Any] = {"method": name, "snr": snr[0]}
+        for key in FIGURES:
+            low, high = np.nanpercentile(values[key][1:], [2.5, 97.5])
+            row |= {key: values[key][0], f"{key}_low": low, f"{key}_high": high}
+        rows.append(row)
+    return rows
+
+
+def policy_figures(found: list[Measured]) -> dict[str, float]:
+    """Returns the columns that no method changes.
+
+    They are the reward, the entropy, and by how much the squared gradient of a completion below its
+    group's mean is longer than that of one above it, with a 95% bootstrap over batches.
+    """
+    counts = torch.stack([batch["squares"] for batch in found]).double()  # [N, below or above, 2]
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(found), (BOOTSTRAP_DRAWS, len(found)), generator=generator)
+    totals = torch.cat([counts.sum(0)[None], counts[draws].sum(1)])  # the first is of all batches
+    mean_squares = totals[..., 1] / totals[..., 0]  # [1 + draws, below or above]
+    ratios = mean_squares[:, 0] / mean_squares[:, 1]
+    low, high = ratios[1:].nanquantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return {
+        "reward": float(sum(batch["reward"] for batch in found)) / len(found),
+        "entropy": float(sum(batch["entropy"] for batch in found)) / len(found),
+        "below_over_above": ratios[0].item(),
+        "below_over_above_low": low,
+        "below_over_above_high": high,
+    }
 
 
 # ---- The table -----------------------------------------------------------------------------------
-def keys_of(methods: list[str]) -> dict[str, str]:
-    """What a method's gradients are filed under: a changed script is another method."""
-    keys = {UNIFORM: UNIFORM, HALF: HALF}
-    for method in methods:
-        module, flags = load_method(method)
-        text = Path(module.__file__).read_bytes() + repr(flags).encode()
-        keys[hashlib.blake2b(text, digest_size=8).hexdigest()] = method
-    return keys
+def shown_figure(row: dict[str, Any], key: str) -> str:
+    """Returns "1.23 (1.01 - 1.45)", with a question mark for what has no signal."""
+    cells = [f"{row[key + end]:.2f}" for end in ("", "_low", "_high")]
+    value, low, high = (cell if len(cell) < 6 else "?" for cell in cells)
+    return f"{value} ({low} - {high})"
 
 
-def stamps(*places: str | Path | None) -> list[tuple]:
-    """Sizes and times of the files that are or lie there: another model makes other batches."""
-    paths = [path for place in places if place for path in (Path(place), *Path(place).glob("*"))]
-    return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(paths) if p.is_file()]
-
-
-def check(methods: dict[str, str], flags: tuple[str, ...]) -> trainer.Args:
-    """The flags, or the end where one is wrong or would not do what it says."""
-    plain = trainer.parse_args([*SEED, *flags, *PLAIN])
-    if plain.beta > 0:
-        fail("--beta: the penalty has a gradient of its own, leave it out")
-    for method in methods.values():
-        module, own = load_method(method)
-        without, its = (module.parse_args([*SEED, *flags, *more]) for more in ([], own))
-        for name in vars(plain).keys() & vars(its).keys() - ITS_OWN:
-            if getattr(its, name) != getattr(without, name):
-                fail(f"--{name} of {method} makes other batches: give it to all, after --")
-    groups = plain.per_device_train_batch_size * plain.steps_per_generation // plain.num_generations
-    if groups % 2:
-        fail(f"a batch of {groups} groups has no half: make the number of groups even")
-    return plain
-
-
-def of_the_policy(found: list[dict]) -> dict[str, float]:
-    """Columns that no method changes: reward, entropy, and how much longer (squared) a gradient is
-    below the mean of its group than above it, with a 95% bootstrap over batches."""
-    counts = torch.stack([f["squares"] for f in found]).double()  # [N, below or above, 2]
-    drawn = torch.randint(
-        len(found), (2000, len(found)), generator=torch.Generator().manual_seed(0)
-    )
-    both = torch.cat([counts.sum(0)[None], counts[drawn].sum(1)])  # the first is the figure itself
-    lengths = both[..., 1] / both[..., 0]
-    ratios = lengths[:, 0] / lengths[:, 1]
-    ends = ratios[1:].nanquantile(torch.tensor([0.025, 0.975]).double()).tolist()
-    columns = {key: float(sum(f[key] for f in found)) / len(found) for key in ("reward", "entropy")}
-    names = ("below_over_above", "below_over_above_low", "below_over_above_high")
-    return columns | dict(zip(names, [ratios[0].item(), *ends]))
-
-
-def report(rows: list[dict], batches: int) -> str:
-    """What is asked for of the policy, a line a method, and how many batches would tell its worth
-    to a fifth."""
-    wide, here = max(len(row["method"]) for row in rows), rows[0]
-    ratio = [f"{here['below_over_above' + end]:.1f}" for end in ("", "_low", "_high")]
+def report(rows: list[dict[str, Any]], batches: int) -> str:
+    """Returns what to print: the policy, a line for each method, and advice about more batches."""
+    policy = rows[0]
+    ratio, low, high = (policy[f"below_over_above{end}"] for end in ("", "_low", "_high"))
+    width = max(len(row["method"]) for row in rows)
     lines = [
-        f"{batches} batches, {here['reward']:.1%} of the reward, {here['entropy']:.2f} nats a token"
+        f"{batches} batches, {policy['reward']:.1%} of the reward, "
+        f"{policy['entropy']:.2f} nats a token",
+        "squared gradient of a completion below its group's mean over that of one above: "
+        f"{ratio:.1f} ({low:.1f} - {high:.1f})",
+        " " * width + "".join(f"{key:>22s}" for key in PRINTED_FIGURES),
     ]
-    lines += ["squared gradient of a completion below its group's mean over that of one above: "]
-    lines[-1] += f"{ratio[0]} ({ratio[1]} - {ratio[2]})"
-    lines += [" " * wide + "".join(f"{key:>22s}" for key in KEYS)]
     for row in rows:
-        shown = []
-        for key in KEYS:
-            cells = [f"{row[key + end]:.2f}" for end in ("", "_low", "_high")]
-            value, *ends = (cell if len(cell) < 6 else "?" for cell in cells)  # from no signal
-            shown.append(f"{value} ({' - '.join(ends)})")
-        lines.append(f"{row['method']:{wide}s}" + "".join(f"{text:>22s}" for text in shown))
+        cells = [f"{shown_figure(row, key):>22s}" for key in PRINTED_FIGURES]
+        lines.append(f"{row['method']:{width}s}" + "".join(cells))
+
+    # How many batches would make an interval as narrow as a fifth of its figure on either side?
     for row in rows[2:]:
-        width = (row["worth_high"] - row["worth_low"]) / 2 / max(row["worth"], 1e-9)
-        if 0.2 < width < 2:  # beyond it nobody can say
-            more = round(batches * (width / 0.2) ** 2)
-            lines.append(f"{row['method']}: about {more} batches for a fifth more or less")
+        half_width = (row["worth_high"] - row["worth_low"]) / 2 / max(row["worth"], 1e-9)
+        if 0.2 < half_width < 2:  # beyond 2 nobody can say
+            needed = round(batches * (half_width / 0.2) ** 2)
+            lines.append(f"{row['method']}: about {needed} batches for a fifth more or less")
     null = rows[1]
     if not null["worth_low"] < 0.5 < null["worth_high"]:
         lines.append(f"{HALF} is worth 0.5, and its interval misses that: take more --batches")
     return "\n".join(lines)
 
 
-def main() -> None:
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    how = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(description=__doc__, **how)
+def write_table(rows: list[dict[str, Any]], path: Path) -> None:
+    """Writes rows as .csv, their floats with four digits."""
+    with open(path, "w", newline="") as file:
+        lines = csv.DictWriter(file, rows[0])
+        lines.writeheader()
+        for row in rows:
+            shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
+            lines.writerow(shown)
+
+
+# ---- Command line --------------------------------------------------------------------------------
+def digest(content: bytes) -> str:
+    """Returns a short name for a content."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def keys_of(methods: list[str]) -> dict[str, str]:
+    """Returns the methods by the keys of their gradients. A changed script is another method."""
+    keys = {UNIFORM: UNIFORM, HALF: HALF}
+    for method in methods:
+        module, flags = load_method(method)
+        source = Path(str(module.__file__)).read_bytes()
+        keys[digest(source + repr(flags).encode())] = method
+    return keys
+
+
+def stamps(*places: str | None) -> list[tuple[str, int, int]]:
+    """Returns sizes and times of these files and of the files in these folders.
+
+    They tell whether a model, an adapter or data have changed.
+    """
+    paths: list[Path] = []
+    for place in places:
+        if place:
+            paths += [Path(place), *Path(place).glob("*")]
+    files = [path for path in sorted(paths) if path.is_file()]
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+
+
+def check(methods: dict[str, str], flags: tuple[str, ...]) -> trainer.Args:
+    """Returns the flags, or ends the program where one is wrong or would not do what it says."""
+    plain = trainer.parse_args([*SEED, *flags, *PLAIN_FLAGS])
+    if plain.beta > 0:
+        fail("--beta: the penalty has a gradient of its own, leave it out")
+    for method in methods.values():
+        module, own_flags = load_method(method)
+        without = module.parse_args([*SEED, *flags])
+        with_own = module.parse_args([*SEED, *flags, *own_flags])
+        for name in vars(plain).keys() & vars(with_own).keys() - OWN_FLAGS:
+            if getattr(with_own, name) != getattr(without, name):
+                fail(f"--{name} of {method} makes other batches: give it to all, after --")
+    rollout_size = plain.per_device_train_batch_size * plain.steps_per_generation
+    groups = rollout_size // plain.num_generations
+    if groups % 2 == 1:
+        fail(f"a batch of {groups} groups has no half: make the number of groups even")
+    return plain
+
+
+def parse_options(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """Returns this program's options, and the flags after `--`."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("methods", nargs="*", help='"script.py --flag value"')
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--adapter", help="folder with an adapter of this model: the policy")
@@ -256,32 +484,50 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=cores)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/worth")
     parser.add_argument("--output", type=Path, help="the table as .csv")
-    options = parser.parse_args(sys.argv[1:split])
-    flags, batches = tuple(sys.argv[split + 1 :]), options.batches
-    if batches < 4:
+    return parser.parse_args(argv[:split]), tuple(argv[split + 1 :])
+
+
+def measure_all(
+    options: argparse.Namespace, methods: dict[str, str], flags: tuple[str, ...]
+) -> list[Measured]:
+    """Measures the batches that are not there yet, and returns them all."""
+    args = check(methods, flags)
+    made_of = (trainer.__file__, options.adapter, args.model_name_or_path, args.dataset_name)
+    name = repr((flags, options.adapter, options.coordinates, stamps(*made_of)))
+    folder = options.folder / digest(name.encode())
+    paths = [folder / f"{batch}.pt" for batch in range(options.batches)]
+    needed = methods.keys() | {"squares"}
+    jobs = [
+        Job(path, batch, methods, flags, options.adapter, options.coordinates)
+        for batch, path in enumerate(paths)
+        if not needed <= load(path).keys()
+    ]
+    run_all(measure, jobs, options.processes)
+    return [load(path) for path in paths]
+
+
+def main() -> None:
+    options, flags = parse_options(sys.argv[1:])
+    if options.batches < 4:
         fail("--batches: four are the least")
     try:
         methods = keys_of(options.methods)
     except ValueError as error:
         fail(error)
-    args = check(methods, flags)
-    made_of = trainer.__file__, options.adapter, args.model_name_or_path, args.dataset_name
-    name = repr((flags, options.adapter, options.coordinates, stamps(*made_of))).encode()
-    folder = options.folder / hashlib.blake2b(name, digest_size=8).hexdigest()
-    paths = [folder / f"{batch}.pt" for batch in range(batches)]
-    rest = (methods, flags, options.adapter, options.coordinates)
-    needed = methods.keys() | {"squares"}
-    jobs = [(p, i, *rest) for i, p in enumerate(paths) if not needed <= load(p).keys()]
     try:
-        run_all(partial(in_a_process, measure), jobs, options.processes)
+        found = measure_all(options, methods, flags)
     except (DataError, RewardError, OSError, ValueError, RuntimeError) as error:
-        fail(f"{error}"[:600])
-    found = [load(path) for path in paths]
-    stacked = {m: torch.stack([f[k] for f in found]).double().numpy() for k, m in methods.items()}
-    if not stacked[UNIFORM].any():
+        fail(str(error)[:LONGEST_MESSAGE])
+
+    gradients = {}
+    for key, method in methods.items():
+        stacked = torch.stack([batch[key] for batch in found])  # [N, parameters]
+        gradients[method] = stacked.double().numpy()
+    if not gradients[UNIFORM].any():
         fail("every group of every batch has equal rewards: take easier or harder problems")
-    rows = [row | of_the_policy(found) for row in figures(stacked)]
-    print(report(rows, batches))
+    columns = policy_figures(found)
+    rows = [row | columns for row in figures(gradients)]
+    print(report(rows, options.batches))
     if options.output:
         write_table(rows, options.output)
 

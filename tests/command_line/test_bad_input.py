@@ -17,11 +17,9 @@ from pathlib import Path
 import accelerate.utils.launch
 import pytest
 import transformers
-from conftest import ROOT, TINY
+from support import ROOT, SCRIPTS, TINY
 
 import grpo_arca as trainer
-
-SCRIPTS = sorted(path.stem for path in ROOT.glob("grpo_*.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +73,8 @@ def run_main(monkeypatch, capfd):
 
 # ------------------------------------------------------------------------- flags, in every script
 FLAGS = [  # (command line, what the sentence must say)
-    ("--num_generations 1", ["--num_generations 1 is out of range: it must lie in [2, inf)"]),
-    ("--top_p 2", ["--top_p 2.0 is out of range: it must lie in (0, 1]"]),
+    ("--num_generations 1", ["--num_generations 1 is out of range (at least 2)"]),
+    ("--top_p 2", ["--top_p 2.0 is out of range (above 0, at most 1)"]),
     ("--num_generations 7", ["--num_generations must divide the rollout of 128 completions"]),
     ("--per_device_train_batch_size 4 --gradient_accumulation_steps 1", ["--num_generations", "4"]),
     ("--gradient_accumulation_steps 2 --steps_per_generation 3", ["--steps_per_generation"]),
@@ -95,14 +93,14 @@ FLAGS = [  # (command line, what the sentence must say)
     ("--load_in_4bit maybe", ["--load_in_4bit", "maybe"]),
     ("--seed", ["--seed", "expected"]),
     # what TRL's users type
-    ("--num_train_epochs 3", ["flag --num_train_epochs:", "num_train_epochs: max_steps"]),
-    ("--learning_rat 1", ["flag --learning_rat:", "see --help"]),  # no prefix is a flag
-    ("--logging_steps 1", ["flag --logging_steps:", "see --help"]),
-    ("--bf16", ["flag --bf16:", "bf16: dtype"]),
-    ("--bf16 True", ["flag --bf16:", "bf16: dtype"]),
-    ("--use_peft", ["flag --use_peft:", "see --help"]),
-    ("--use_vllm True", ["flag --use_vllm:", "see --help"]),
-    ("--push_to_hub", ["flag --push_to_hub:", "see --help"]),
+    ("--num_train_epochs 3", ["unknown flag --num_train_epochs; use --max_steps"]),
+    ("--learning_rat 1", ["unknown flag --learning_rat; see --help"]),  # no prefix is a flag
+    ("--logging_steps 1", ["unknown flag --logging_steps; see --help"]),
+    ("--bf16", ["unknown flag --bf16; use --dtype bfloat16"]),
+    ("--bf16 True", ["unknown flag --bf16; use --dtype bfloat16"]),
+    ("--use_peft", ["unknown flag --use_peft; see --help"]),
+    ("--use_vllm True", ["unknown flag --use_vllm; see --help"]),
+    ("--push_to_hub", ["unknown flag --push_to_hub; see --help"]),
 ]
 
 
@@ -115,35 +113,47 @@ def test_a_wrong_flag_is_one_sentence(script, line, words, capfd):
 
 
 def numbers(module):
-    """(name, type, low, high, brackets) of every flag that is a number."""
+    """Returns (name, type, range) of every flag that is a number."""
+    found = []
     for field in dataclasses.fields(module.Args):
-        default = field.default[0] if isinstance(field.default, tuple) else field.default
-        if place := field.metadata.get("metavar"):
-            low, high = map(float, place[1:-1].split(","))
-            kind = float if "float" in str(field.type) else int
-            yield field.name, kind, low, high, place[0] + place[-1]
+        accepted = field.metadata.get("metavar")
+        if accepted is not None:
+            found.append((field.name, float if "float" in str(field.type) else int, accepted))
         else:
-            assert type(default) not in (int, float), f"{field.name} has no interval"
+            assert type(field.default) not in (int, float), f"{field.name} has no range"
+    return found
+
+
+def refused_numbers(kind: type, accepted) -> list:
+    """Returns numbers just outside a range: at an open end, or a step beyond a closed one."""
+    refused = [math.nan, math.inf, -math.inf] if kind is float else []
+    refused += [accepted.above, accepted.at_least - 1, accepted.below, accepted.at_most + 1]
+    return [
+        kind(x) if math.isfinite(x) else x for x in refused if math.isfinite(x) or kind is float
+    ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_number_has_an_interval(script, capfd):
-    """Beyond its ends, at an open end and where it is NaN, a number is refused; at a closed end it
-    is not (but where flags must divide each other)."""
+def test_every_number_has_a_range(script, capfd):
+    """At an open end, beyond a closed one, and where it is not finite, a number is refused. At a
+    closed end it is accepted."""
     module = importlib.import_module(script)
-    flags = list(numbers(module))
+    flags = numbers(module)
     assert len(flags) > 25
-    for name, kind, low, high, brackets in flags:
-        wrong = [low - 1] + [low] * (brackets[0] == "(") + [math.nan] * (kind is float)
-        wrong += [high] * (brackets[1] == ")" and (kind is float or high < math.inf))
-        for value in wrong:
-            value = value if math.isinf(value) or math.isnan(value) else kind(value)
+    for name, kind, accepted in flags:
+        refusals = refused_numbers(kind, accepted)
+        assert refusals, name
+        for value in refusals:
             argv = [f"--{name}={value}"]
             sentence = refused(lambda argv=argv: module.parse_args(argv), capfd, script)
-            assert f"--{name} {value} is out of range: it must lie in {brackets[0]}" in sentence
-        for end, closed in zip((low, high), (brackets[0] == "[", brackets[1] == "]"), strict=True):
-            if closed:
-                assert getattr(module.parse_args([f"--{name}={kind(end)}"]), name) == end
+            assert f"--{name} {value} is out of range {accepted}" in sentence
+        for end in (accepted.at_least, accepted.at_most):
+            if math.isfinite(end):
+                argv = ["--num_generations=2", f"--{name}={kind(end)}"]  # 2 divides every rollout
+                args = module.parse_args(argv)
+                if name == "steps_per_generation":  # 0 stands for the micro-batches of one update
+                    end = args.gradient_accumulation_steps
+                assert getattr(args, name) == end
 
 
 OF_THE_MODEL = {  # the embedded policy's default, any other model's
@@ -161,8 +171,7 @@ def test_defaults_that_depend_on_the_model(script):
     own, named = module.parse_args([]), module.parse_args([model, os.path.relpath(TINY)])
     other = module.parse_args([model, "Qwen/Qwen3-1.7B"])
     long = module.parse_args([model, str(Path(TINY).with_name("long_policy"))])
-    tuples = {f.name for f in dataclasses.fields(module.Args) if isinstance(f.default, tuple)}
-    assert tuples == set(OF_THE_MODEL)
+    assert set(module.EMBEDDED_DEFAULTS) == set(OF_THE_MODEL)
     for name, defaults in OF_THE_MODEL.items():
         found = tuple(getattr(args, name) for args in (own, named, long, other))
         assert found == (*defaults[:1] * 3, defaults[1]), name

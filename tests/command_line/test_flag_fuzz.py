@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 import pytest
 from accelerate.state import AcceleratorState
-from conftest import ROOT, TINY
+from support import ROOT, SCRIPTS, TINY
 
 import common.metrics
 from common.data import chain_problems
 
-SCRIPTS = ("grpo_arca", "grpo_oar", "grpo_strace")
 BASE = {
     "dataset_name": "{data}/good.jsonl", "max_steps": "2", "max_completion_length": "8",
     "per_device_train_batch_size": "4", "gradient_accumulation_steps": "1",
@@ -73,7 +72,7 @@ SHARED = {
     "rollout_weights": ("dense quantized", "auto merged DENSE"),
     "per_device_train_batch_size": ("1 2 4 6", "0 -4 1.5"),
     "gradient_accumulation_steps": ("1 2", "0 -1 x"),
-    "steps_per_generation": ("1 2 4", "-1 1.5"),
+    "steps_per_generation": ("0 1 2 4", "-1 1.5"),
     "num_iterations": ("1 2 3", "0 -1 1.5"),
     "gradient_checkpointing": BOOL,
     "torch_compile": ("false", "maybe"),  # compiling takes minutes on a CPU
@@ -180,7 +179,7 @@ def misfit(flags: dict[str, str]) -> bool:
     """Good values that do not fit together: the rollout is no whole number of groups or updates."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
     batch, accumulation, group = (int((BASE | flags)[name]) for name in names)
-    steps = int(flags.get("steps_per_generation", accumulation))
+    steps = int(flags.get("steps_per_generation", 0)) or accumulation
     return bool(steps % accumulation or batch * steps % group)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 
 import pytest
 import torch
@@ -73,9 +72,7 @@ def test_ctrl_c_is_heard_at_once_and_the_way_on_can_be_pasted(run_main, monkeypa
     monkeypatch.setattr(trainer, "update", interrupted)
     code, out, err = run_main(max_steps=4)
     assert code == 0 and "saving after this rollout, then ending" in err
-    command = out.strip().splitlines()[-1]
-    assert command.startswith(sys.executable) or command.startswith("python")
-    assert command.endswith(" --resume_from_checkpoint latest")
+    assert out.endswith(" run the same command again with --resume_from_checkpoint latest\n")
     assert (tmp_path / "out/checkpoint-2").is_dir()
 
 
@@ -89,7 +86,7 @@ def test_help_keeps_the_docstrings_lines_and_explains_pairs(capsys):
         trainer.parse_args(["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0 and trainer.__doc__.strip() in text
-    assert "(default: (0.004, 4e-05))" in text and "Of a pair of defaults the first is" in text
+    assert "(default: 4e-05, or 0.004 for the embedded policies)" in " ".join(text.split())
 
 
 def test_a_reward_that_always_pays_nothing_is_shown_with_a_completion(run_main, tmp_path):

@@ -2,11 +2,10 @@
 
 import contextlib
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from conftest import random_batch
+from support import random_batch, unscored
 
 import grpo_arca as trainer
 from common.metrics import weight_stats
@@ -19,8 +18,7 @@ def paper_weights(alpha: list[float], p: float) -> list[float]:
 
 
 def fresh_batch(**kw):
-    unscored = dict.fromkeys(("old_logp", "base_logp", "scores", "credit", "weights"))
-    return replace(random_batch(**kw), **unscored)
+    return unscored(random_batch(**kw))
 
 
 def scored(run, *batches):
@@ -128,8 +126,8 @@ def test_scoring_leaves_gradients_and_weights_alone(make_run):
 
 @pytest.mark.parametrize("credit", ["arca", "divergence"])
 def test_scores_in_bf16_are_those_of_fp32(make_run, credit):
-    """PITFALLS 24: with an adapter as after a few updates at a small rate, whose effect bf16 would
-    round away; and the policy computes in bf16 again afterwards."""
+    """The adapter is as small as after a few updates at a small rate, so bf16 would round most of
+    its effect away. Scoring computes in fp32, and the policy computes in bf16 again afterwards."""
     runs = [make_run(credit=credit, dtype=x, adapter=1e-4) for x in ("float32", "bfloat16")]
     exact, ours = (scored(run).scores for run in runs)
     batch, run, found = fresh_batch(), runs[1], []
@@ -143,6 +141,24 @@ def test_scores_in_bf16_are_those_of_fp32(make_run, credit):
     assert alike[0] > 0.995 and alike[1] < 0.9, alike
     faster = make_run(credit=credit, dtype="bfloat16", adapter=1e-4, score_in_fp32=False)
     assert torch.equal(scored(faster).scores, rounded * batch.mask)  # asked for, and had
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exception_while_scoring_in_fp32_leaves_every_dtype_as_it_was(make_run, dtype):
+    run = make_run(dtype=dtype)
+
+    def dtypes():
+        parameters = [parameter.dtype for parameter in run.model.parameters()]
+        layers = [x.compute_dtype for x in run.model.modules() if hasattr(x, "compute_dtype")]
+        return parameters, layers
+
+    before = dtypes()
+    assert before[1] == [getattr(torch, dtype)] * 28
+    with pytest.raises(KeyboardInterrupt), trainer.in_fp32(run):
+        parameters, layers = dtypes()
+        assert torch.bfloat16 not in parameters and set(layers) == {torch.float32}
+        raise KeyboardInterrupt
+    assert dtypes() == before
 
 
 def test_shuffled_permutes_within_the_completion(make_run):

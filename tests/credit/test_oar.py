@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, random_batch
+from support import TINY, random_batch, unscored
 from transformers import AutoTokenizer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -60,11 +60,10 @@ def make_batch(completions: list[list[int]], prompts=None, advantages=None, rows
         columns = slice(width - len(prompt), width + len(completion))
         ids[i, columns], attention[i, columns] = torch.tensor(prompt + completion), True
     batch = random_batch(trainer, rows=len(completions), prompt=width, length=length)
-    unscored = dict.fromkeys(("old_logp", "base_logp", "scores", "credit", "weights"))
     rows = batch.rows if rows is None else rows
     advantages = batch.advantages if advantages is None else torch.tensor(advantages)
     given = {"ids": ids, "attention": attention, "loss_mask": attention[:, width:]}
-    return replace(batch, rows=rows, advantages=advantages, **given, **unscored)
+    return unscored(replace(batch, rows=rows, advantages=advantages, **given), trainer)
 
 
 def known_span(parts) -> tuple[int, int] | None:
@@ -500,7 +499,7 @@ def test_hostile_completions_stay_finite(make_run):
 def gate(scores, length=None, **flags) -> torch.Tensor:
     scores = torch.tensor([scores], dtype=torch.double)
     reasoning = torch.arange(scores.shape[1])[None] < (length or scores.shape[1])
-    return trainer.gate(trainer.Args(**flags), scores, reasoning)[0]
+    return trainer.reshape_scores(trainer.Args(**flags), scores, reasoning)[0]
 
 
 def test_gating_by_hand():
@@ -555,7 +554,7 @@ def test_ragged_gating_equals_the_reference_row_by_row():
     for q in (0.0, 0.25, 0.9, 1.0):
         for keep in (True, False):
             args = trainer.Args(oar_quantile=q, oar_keep_mass=keep)
-            weights = trainer.gate(args, scores, reasoning)
+            weights = trainer.reshape_scores(args, scores, reasoning)
             assert (weights[~reasoning] == 1).all()
             for row, length in enumerate(lengths.tolist()):
                 if length:

@@ -7,16 +7,12 @@ are free leaves: what is compared is the loss and its gradient with respect to e
 import functools
 import itertools
 import math
-import os
-import socket
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from support import trl_loss
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -251,47 +247,6 @@ def test_lambda_zero_and_one_need_no_special_case():
 # ---------------------------------------------------------------------------------------- TRL
 
 
-def trl_loss(args: g.Args, batch: g.Batch, level: str, log_ratio: Tensor):
-    """Loss, gradient and clip fraction of TRL's own _compute_loss, on a stand-in for its trainer.
-
-    The stand-in holds what the method reads; an attribute that it lacks would raise.
-    """
-    trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install trl")
-    leaf = (batch.old_logp + log_ratio).requires_grad_()
-    stub = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (leaf, batch.entropy, None),
-        aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        importance_sampling_level=level,
-        beta=args.beta,
-        loss_type=args.loss_type,
-        epsilon_low=args.epsilon,
-        epsilon_high=args.epsilon_high,
-        use_vllm=False,
-        max_completion_length=args.max_completion_length,
-        current_gradient_accumulation_steps=1,
-        _entropy_bonus_enabled=False,
-        model=SimpleNamespace(training=True),
-        accelerator=Accelerator(cpu=True),
-        args=SimpleNamespace(delta=None, steps_per_generation=1, use_bias_correction_kl=False),
-        _metrics={"train": defaultdict(list)},
-    )
-    inputs = {
-        "prompt_ids": batch.ids[:, :WIDTH],
-        "prompt_mask": batch.attention[:, :WIDTH].long(),
-        "completion_ids": batch.ids[:, WIDTH:],
-        "completion_mask": batch.mask.long(),
-        "advantages": batch.advantages,
-        "old_per_token_logps": batch.old_logp,
-        "ref_per_token_logps": batch.base_logp,
-        "num_items_in_batch": batch.mask.sum(),
-    }
-    loss = trainer.GRPOTrainer._compute_loss(stub, None, inputs)
-    (clip,) = stub._metrics["train"]["clip_ratio/region_mean"]
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0], clip
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 @pytest.mark.parametrize(
@@ -306,7 +261,8 @@ def test_gspo_and_grpo_equal_trl(credit, level, epsilons, loss_type, beta):
         batch = ragged(seed)
         log_ratio = ratios(batch, 0.3, seed)
         loss, grad, clipped = loss_of(args, batch, log_ratio)
-        expected, expected_grad, clip = trl_loss(args, batch, level, log_ratio)
+        logp = batch.old_logp + log_ratio
+        expected, expected_grad, clip = trl_loss(args, batch, logp, batch.old_logp, level)
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-6)
         sequences, tokens = clipped.any(1).float().mean(), clipped.sum() / batch.mask.sum()
@@ -341,58 +297,6 @@ def test_share_is_exact_without_ties_and_ties_at_the_cutoff_are_masked():
     tied = torch.tensor([[1.0, 1.0, 1.0, 1.0]])
     assert not (tied > g.entropy_cutoff(tied, 0.5)).any()
     assert (tied > g.entropy_cutoff(tied, 0.0)).all()
-
-
-def half_of_a_rollout(rank: int) -> g.Batch:
-    """Two processes with their own number of tokens, padding and level of entropy."""
-    batch = ragged(7 + rank, LENGTHS[:2] if rank == 0 else LENGTHS[2:])
-    batch.entropy = batch.entropy + rank / 2
-    batch.scores = batch.entropy * batch.mask
-    return batch
-
-
-def halved(batch: g.Batch) -> list[g.Batch]:
-    """Two micro-batches, each without the other's padding."""
-    return [batch.select(index) for index in torch.arange(len(batch.rows)).tensor_split(2)]
-
-
-def mask_on_rank(rank: int, port: int, args: g.Args, results) -> None:
-    """One of two gloo processes: reports its batch's mask."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in places.items()}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    AcceleratorState._reset_state(reset_partial_state=True)  # the parent's, of one process
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == 2
-    run = SimpleNamespace(args=args, accelerator=accelerator)
-    micros = halved(half_of_a_rollout(rank))
-    results.put((rank, [row.tolist() for mask in g.trace_masks(run, micros) for row in mask]))
-    torch.distributed.destroy_process_group()
-
-
-def test_batch_scope_sees_the_tokens_of_every_process():
-    args = flags(trace_mask_scope="batch", trace_entropy_quantile=0.6)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("fork")  # spawned ones would import everything again
-    results = context.Queue()
-    ranks = [context.Process(target=mask_on_rank, args=(i, port, args, results)) for i in (0, 1)]
-    for process in ranks:
-        process.start()
-    got = dict(results.get(timeout=60) for _ in ranks)
-    for process in ranks:
-        process.join(30)
-    halves = [half_of_a_rollout(rank) for rank in (0, 1)]
-    tokens = torch.cat([half.entropy[half.mask] for half in halves]).tolist()
-    most = 0.4 * len(tokens)  # each token's rank among all of both, written out
-    for rank, half in enumerate(halves):
-        for row, line in enumerate(half.entropy.tolist()):
-            ranked = [sum(other >= h for other in tokens) <= most for h in line]
-            expected = [m and k for m, k in zip(half.mask[row].tolist(), ranked)]
-            kept = got[rank][row]
-            assert kept == expected[: len(kept)] and not any(expected[len(kept) :])
-    assert sum(map(sum, got[0])) < 0.4 * halves[0].mask.sum()  # alone it would keep more
 
 
 # ------------------------------------------------------------------------ padding and batching
@@ -512,5 +416,5 @@ def test_a_trace_that_would_overflow_leaves_finite_gradients(sign):
 def test_shares_and_decays_outside_0_to_1_are_refused(name, value, capsys):
     with pytest.raises(SystemExit) as stop:
         flags(**{name: value})
-    sentence = f"--{name} {float(value)} is out of range: it must lie in [0, 1]"
+    sentence = f"--{name} {float(value)} is out of range (at least 0, at most 1)"
     assert stop.value.code == 2 and sentence in capsys.readouterr().err

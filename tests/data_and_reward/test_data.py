@@ -18,10 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import grpo_arca as trainer
-from common import data
-from common.data import Chain, DataError, Operation, Problem
+import make_policies as make
+from common import data, problems
+from common.data import DataError
+from common.problems import Chain, Operation, Problem
 from common.reward import Grader, RewardError
-from common.tiny_policy import make
 
 SHARED = ROOT.parent / "shared/data"
 ROLES = {"", "decisive", "first_wrong"}
@@ -608,7 +609,7 @@ def test_asking_for_more_chains_than_there_are(monkeypatch):
     fewer rows."""
     few = [CHAIN._replace(start=start) for start in (23, 24, 25)]
     draws = iter(few + few[:1] * 40_000 + [CHAIN._replace(start=26)] + few * 100_000)
-    monkeypatch.setattr(data, "random_chain", lambda *_: next(draws))
+    monkeypatch.setattr(problems, "random_chain", lambda *_: next(draws))
     assert [p.answer for p in data.chain_problems(9, held_out=True)] == ["79", "81", "83", "85"]
 
 
@@ -836,14 +837,14 @@ def test_the_order_has_no_state():
     mixed = random.Random(0).sample(places, 200)
     random.seed(9)
     state = random.getstate()
-    data._epoch_order.cache_clear()
+    data.epoch_order.cache_clear()
     assert {p: data.problem_at(p, 23, 5) for p in mixed} == dict(zip(places, straight, strict=True))
     assert random.getstate() == state
     data.problem_at(0, 23, 5)
     assert data.problem_at(0, 1, 5) == data.problem_at(12345, 1, 5) == 0
 
 
-# ---------------------------------------------------------------------- prompts (PITFALLS row 11)
+# ------------------------------------------------------------------------------------- prompts
 def prompt_text(tokenizer, *args):
     return tokenizer.decode(data.encode_prompt(tokenizer, *args))
 

@@ -1,4 +1,7 @@
-"""Tests of common/reward.py; `python tests/test_reward.py --bench` measures its throughput."""
+"""Tests of common/reward.py, answers.py and grading_worker.py.
+
+`python tests/data_and_reward/test_reward.py --bench` measures completions a second.
+"""
 
 import sys
 from pathlib import Path
@@ -19,15 +22,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import reward
-from common.reward import (
-    Grader,
-    RewardError,
-    call_reward_func,
-    last_boxed,
-    load_reward_funcs,
-    quick_verdict,
-)
+from common import answers, grading_worker, reward
+from common.answers import last_boxed, quick_verdict
+from common.reward import Grader, RewardError, call_reward_func, load_reward_funcs
 
 DATA = ROOT.parent / "shared" / "data"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -55,7 +52,7 @@ def gsm8k(split: str) -> tuple[list[str], list[str]]:
 
 
 def pids(grader: Grader) -> list[int]:
-    return [worker.pid for worker in grader._workers]
+    return [worker.process.pid for worker in grader._workers]
 
 
 @pytest.fixture(scope="module")
@@ -227,8 +224,9 @@ def test_no_box_is_slow_to_rewrite():
         for start, end in (("", "!"), ("12 ", "\\"), ("x = 1", " 0")):
             text = start + unit * (490 // len(unit)) + end
             begun = time.monotonic()
-            quick_verdict(reward._tidy(text), "7")
-            reward._sides(reward._tidy(text))
+            tidy_text = answers.tidy(text)
+            quick_verdict(tidy_text, "7")
+            grading_worker.sides_to_check(tidy_text)
             assert time.monotonic() - begun < 2.0, (start, unit, end)
 
 
@@ -293,8 +291,13 @@ def test_a_product_nested_deep_is_read_once(grader):
 
 def test_a_repeated_pair_is_judged_once(grader, monkeypatch):
     sent = []
-    run = grader._run
-    monkeypatch.setattr(grader, "_run", lambda pairs: sent.extend(pairs) or run(pairs))
+    judge_all = grader._judge_all
+
+    def record(pairs):
+        sent.extend(pairs)
+        return judge_all(pairs)
+
+    monkeypatch.setattr(grader, "_judge_all", record)
     for _ in range(2):
         texts = [box("3/6"), box("3/7"), box("3/6"), "no box"]
         assert grader.grade(texts, [r"\frac12"] * 4) == [1.0, 0.0, 1.0, 0.0]
@@ -355,7 +358,7 @@ def test_gold_answers_through_the_workers(form, grader):
     rewrite = REWRITTEN[form]
     golds = set(math500()[1]) | set(gsm8k("test")[1][:200])
     pairs = sorted({(rewrite(gold), gold) for gold in golds})
-    verdicts = grader._run(pairs)
+    verdicts = grader._judge_all(pairs)
     assert len(verdicts) == len(pairs) > 300
     assert {gold for (_, gold), verdict in verdicts.items() if verdict == 0.0} == set()
 
@@ -449,7 +452,7 @@ def test_more_endless_answers_are_killed_at_their_deadline():
 
 def test_model_text_is_never_run_as_python(tmp_path, monkeypatch, grader):
     """The gold is not a number, so math-verify calls evalf on the sum (it ran the file opener)."""
-    assert len(LAMBDIFY) <= reward.MAX_CHARS
+    assert len(LAMBDIFY) <= answers.MAX_CHARS
     monkeypatch.chdir(tmp_path)
     with Grader(timeout=30.0) as fresh:
         assert fresh.grade([box(LAMBDIFY)] * 2, [r"\pi", r"\sqrt{2}"]) == [0.0, 0.0]
@@ -528,7 +531,7 @@ def kill_in_the_middle(grader: Grader, times: int) -> threading.Thread:
             while len(ready) <= place or ready[place] in grader._idle:
                 time.sleep(0.01)
             time.sleep(0.2)
-            ready[place].kill()
+            ready[place].process.kill()
 
     os.kill(pids(grader)[0], signal.SIGSTOP)  # it takes the pair and never answers
     thread = threading.Thread(target=kill, daemon=True)
@@ -596,7 +599,7 @@ def test_memory_is_limited():
         if sys.platform == "linux":
             limits = Path(f"/proc/{pids(grader)[0]}/limits").read_text()
             line = next(row for row in limits.splitlines() if row.startswith("Max address"))
-            assert line.split()[3] == str(reward.MEMORY_BYTES)
+            assert line.split()[3] == str(grading_worker.MEMORY_BYTES)
 
 
 @pytest.fixture
@@ -609,7 +612,7 @@ def interruptible():
 
 def test_an_interrupted_call_leaves_no_verdict_behind(interruptible, capfd):
     with ready_grader(1, 30.0) as grader:
-        worker = grader._workers[0]
+        worker = grader._workers[0].process
         worker.send_signal(signal.SIGSTOP)  # it takes the pair and never answers
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -646,7 +649,7 @@ sys.path.insert(0, sys.argv[1])
 from common.reward import Grader
 grader = Grader(1, 600.0)
 assert grader.grade([r"\\boxed{14/2}"], ["7"]) == [1.0]
-print(grader._workers[0].pid, flush=True)
+print(grader._workers[0].process.pid, flush=True)
 if sys.argv[2] == "killed":
     grader.grade([r"\\boxed{5^{5^{5^{5}}}}"], ["7"])
 """
@@ -670,7 +673,7 @@ def test_close_is_idempotent_and_not_the_end():
     grader = Grader(1, 30.0)
     grader.close()
     assert grader.grade([box("14/2")], ["7"]) == [1.0]
-    processes = list(grader._workers)
+    processes = [worker.process for worker in grader._workers]
     grader.close()
     grader.close()
     assert [process.returncode for process in processes] == [-signal.SIGKILL]
@@ -924,8 +927,8 @@ def test_the_parent_imports_the_standard_library_only(tmp_path):
 
 def test_the_worker_imports_no_torch(grader):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from common import reward\n"
-        "equal = reward._load_verifier(); assert equal('14/2', '7'), 'verdict'\n"
+        "import sys; sys.path.insert(0, sys.argv[1]); from common import grading_worker as worker\n"
+        "worker.prepare_libraries(); assert worker.is_equal('14/2', '7'), 'verdict'\n"
         "print('torch' in sys.modules, 'sympy' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(ROOT)]
@@ -938,14 +941,16 @@ def test_the_worker_imports_no_torch(grader):
 
 
 def test_the_source_evaluates_nothing():
-    tree = ast.parse((ROOT / "common" / "reward.py").read_text())
-    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-    bad = {"eval", "exec", "sympify", "parse_expr", "loads", "ExprExtractionConfig", "pickle"}
-    assert names & bad == {"loads"}  # json.loads, in the worker
-    modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    assert not modules & {"pickle", "multiprocessing"}
+    for name in ("answers.py", "grading_worker.py", "reward.py"):
+        tree = ast.parse((ROOT / "common" / name).read_text())
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        bad = {"eval", "exec", "sympify", "parse_expr", "loads", "ExprExtractionConfig", "pickle"}
+        json_loads = {"loads"} if name == "grading_worker.py" else set()
+        assert names & bad == json_loads, name
+        modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        assert not modules & {"pickle", "multiprocessing"}, name
 
 
 # --------------------------------------------------------------------------------------- bench
@@ -980,5 +985,5 @@ def bench() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--bench"]:
-        sys.exit("usage: python tests/test_reward.py --bench")
+        sys.exit("usage: python tests/data_and_reward/test_reward.py --bench")
     bench()

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import load_data_once, random_batch, randomise_adapter
-from test_trainer import fixed, prompts_of
+from support import fixed_uniforms, load_data_once, prompts_of, random_batch, randomize_adapter
 
 import grpo_arca
 import grpo_oar
@@ -19,14 +18,14 @@ SIZES = (1, 0.3, 0.1, 0.03, 0.01, 0.003)
 
 @pytest.mark.parametrize("weights", ["dense", "quantized"])
 def test_the_policy_that_samples_is_the_one_that_is_trained(make_run, weights):
-    """PITFALLS 25: of the change of log-probs by an adapter, small as in the first updates, the
-    rollout's policy has all: slope and correlation with that of the training forward. (Merged
-    into bf16 weights, a small one is rounded away.) The decode loop rounds no more."""
+    """An adapter that is merged into bf16 weights is rounded away while it is small, as in the first
+    updates. So it is not merged: the change of log-probs that it makes in a rollout has slope and
+    correlation 1 with the change in the training forward. The decode loop does not round more."""
     run = make_run(dtype="bfloat16", rollout_weights=weights)
     blocks = {"dense": trainer.dense, "quantized": lambda _: contextlib.nullcontext()}
     for size in SIZES:
-        randomise_adapter(run.model, 0.01 * size)
-        batch = trainer.sample(run, torch.arange(16), prompts_of(run, 16), fixed(16, 24))
+        randomize_adapter(run.model, 0.01 * size)
+        batch = trainer.sample(run, torch.arange(16), prompts_of(run, 16), fixed_uniforms(16, 24))
         with torch.no_grad():
             trained = run.policy(batch)[0]
             with blocks[weights](run.model):
@@ -43,7 +42,8 @@ def test_the_policy_that_samples_is_the_one_that_is_trained(make_run, weights):
 
 
 def test_a_rollouts_log_probs_are_near_the_recomputed_ones(make_run):
-    """PITFALLS 12: `sampling_gap` of a real rollout, which is one of bf16 (in fp32 it is 1e-7)."""
+    """Rounding in bf16 depends on the shape of the batch, so the two differ. `sampling_gap` says by
+    how much (in fp32 it is 1e-7)."""
     run = make_run(dtype="bfloat16", max_completion_length=80, per_device_train_batch_size=40)
     batch, _ = trainer.collect(run, load_data_once(run.args)[1], {})
     ((micro,),) = trainer.micro_batches(run.args, batch)
@@ -58,7 +58,7 @@ def test_the_first_ratio_is_one_and_gradients_are_those_of_fp32(make_run):
     gradients, batch = [], random_batch()
     for dtype in ("float32", "bfloat16"):
         run = make_run(dtype=dtype, num_iterations=2)
-        scored = replace(batch, old_logp=None)
+        scored = replace(batch, old_logp=trainer.NOT_SET)
         trainer.score(run, [scored], {})
         for _ in range(2):
             run.optimizer.zero_grad()
@@ -68,7 +68,7 @@ def test_the_first_ratio_is_one_and_gradients_are_those_of_fp32(make_run):
             trainer.policy_loss(run.args, scored, logp, scored.old_logp, scale)[0].backward()
             trained = [p.grad.flatten() for p in run.model.parameters() if p.requires_grad]
             gradients.append(torch.cat(trained).clone())
-            trainer.sample(run, torch.arange(4), prompts_of(run), fixed(4, 24))
+            trainer.sample(run, torch.arange(4), prompts_of(run), fixed_uniforms(4, 24))
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[2], gradients[3])
     assert torch.cosine_similarity(gradients[0], gradients[2], dim=0) > 0.996
 
@@ -77,7 +77,7 @@ def test_the_first_ratio_is_one_and_gradients_are_those_of_fp32(make_run):
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_no_split_and_no_dropped_row_turns_the_gradient(make_run, loss_type):
     gradients, batch = [], random_batch()
-    batch.advantages[2:4], batch.old_logp = 0.0, None
+    batch.advantages[2:4], batch.old_logp = 0.0, trainer.NOT_SET
     run = make_run(dtype="bfloat16", loss_type=loss_type, max_grad_norm=0)
     trained = [p for p in run.model.parameters() if p.requires_grad]
     keep = lambda: gradients.append(torch.cat([p.grad.flatten() for p in trained]).clone())

@@ -1,6 +1,6 @@
 """What only a GPU can show: captured and compiled steps compute what eager ones do, in bf16 too.
 
-pytest tests/test_gpu.py -s     # prints the figures; `tests/bench.py --shape` measures speed
+pytest tests/trainer/test_gpu.py -s     # prints the figures; `tools/bench.py --shape` measures speed
 """
 
 import argparse
@@ -12,7 +12,7 @@ import bench
 import memory
 import pytest
 import torch
-from conftest import TINY, random_batch, randomise_adapter
+from support import TINY, random_batch, randomize_adapter
 from transformers import AutoModelForCausalLM
 
 import grpo_arca as trainer
@@ -67,7 +67,7 @@ def test_graphs_follow_the_adapter(make_run, graphs, monkeypatch, weights, compi
     """Captured steps sample what eager ones do in bf16, before and after the adapter changes."""
     run, samples = make_run(rollout_weights=weights, torch_compile=compiled), []
     for scale in (0.05, 0.5):
-        randomise_adapter(run.model, scale)
+        randomize_adapter(run.model, scale)
         for captures in (True, False):
             monkeypatch.setattr(trainer, "CUDA", captures)
             before, batch = len(graphs), draw(run, 8, rollout=0)
@@ -80,7 +80,7 @@ def test_graphs_follow_the_adapter(make_run, graphs, monkeypatch, weights, compi
 @pytest.mark.parametrize(("weights", "most"), [("dense", 0.01), ("quantized", 0.01)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_recomputed_log_probs_are_near_the_sampled_ones(make_run, weights, most, compiled):
-    """PITFALLS 12, on the tiny policy, whose distributions are sharp; the mean gap in bf16."""
+    """The mean gap in bf16, on the tiny policy, whose distributions are sharp."""
     run = make_run(
         rollout_weights=weights, torch_compile=compiled, max_completion_length=80,
         per_device_train_batch_size=64,

