@@ -142,7 +142,7 @@ def measure(folder: str | None, like: str | None, count: int = 32) -> tuple[list
         sampled = sampled or sample(module, run, problems)
         # Advantage 1: every row is scored.
         batch = replace(sampled, advantages=torch.ones_like(sampled.rewards))
-        module.score(run, [batch], {})
+        module.score(run, batch, [batch], {})
         scores[credit], rank = batch.scores, ""
         if credit == "oar_g":
             pairs = zip(scores["oar_p"], scores["oar_g"], strict=True)

@@ -51,11 +51,11 @@ def train(flags: list[str], updates: int) -> tuple:
     tokenizer, data, _ = load_data(args)
     run = grpo_arca.build_run(args, tokenizer)
     for run.rollout in range(updates + 1):
-        batch, _ = grpo_arca.collect(run, data, {"seconds_rollout": 1.0})
+        batch = grpo_arca.collect(run, data, {"seconds_rollout": 1.0})
         if run.rollout == updates:  # all of its completions, whatever they earned
             batch.advantages = torch.ones_like(batch.advantages)
         (micros,) = grpo_arca.micro_batches(args, batch)
-        grpo_arca.score(run, micros, {})
+        grpo_arca.score(run, batch, micros, {})
         if run.rollout < updates:
             grpo_arca.update(run, micros)
             print(f"update {run.rollout + 1}/{updates}", file=sys.stderr, flush=True)

@@ -244,17 +244,20 @@ def train_with_exact_credit(argv: list[str]) -> None:
     whole = "--whole_steps" in argv
     sample_and_grade = trainer.collect
 
-    def collect(run: trainer.Run, train_set: trainer.ProblemSet, metrics: dict) -> tuple:
+    def collect(run: trainer.Run, train_set: trainer.ProblemSet, metrics: dict) -> trainer.Batch:
         """Collects a rollout, and puts the signed advantages of its tokens into its credit."""
-        batch, problem_of_row = sample_and_grade(run, train_set, metrics)
+        batch = sample_and_grade(run, train_set, metrics)
+        problem_of_row = dict(zip(batch.rows.tolist(), batch.problems, strict=True))
         solutions = read_rollout(run, [batch], problem_of_row)
         values = step_values(run, train_set, solutions, problem_of_row, CONTINUATIONS)
         size = run.args.num_generations
         batch.credit = step_advantages(solutions, values, batch, size, whole)
         batch.advantages = torch.ones_like(batch.advantages)
-        return batch, problem_of_row
+        return batch
 
-    def assign_credit(run: trainer.Run, micros: list[trainer.Batch], metrics: dict) -> None:
+    def assign_credit(
+        run: trainer.Run, batch: trainer.Batch, micros: list[trainer.Batch], metrics: dict
+    ) -> None:
         """Keeps the credit of `collect`. On the pages each token has the same weight."""
         for micro in micros:
             micro.weights = micro.mask.float()

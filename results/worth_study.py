@@ -216,8 +216,8 @@ def oracles(
                 micro.advantages
             )  # the credit has the sign
         first_wrong, digits = role_weights(run, micro, problem_of_row)
-        copies[FIRST_WRONG][i].credit = trainer.normalise(first_wrong, micro.mask, 1.0)
-        copies[DIGITS][i].credit = trainer.normalise(digits, micro.mask, 1.0)
+        copies[FIRST_WRONG][i].credit = trainer.normalize(first_wrong, micro.mask, 1.0)
+        copies[DIGITS][i].credit = trainer.normalize(digits, micro.mask, 1.0)
     return copies
 
 
@@ -244,7 +244,8 @@ def measure(job: Job) -> str:
     found = worth.load(path)
     run, train_set = worth.prepare(flags, adapter)
     run.rollout = job.batch
-    rollout, problem_of_row = trainer.collect(run, train_set, {})
+    rollout = trainer.collect(run, train_set, {})
+    problem_of_row = dict(zip(rollout.rows.tolist(), rollout.problems, strict=True))
     found["reward"] = rollout.rewards.nanmean()
     count = len(rollout.rows)
 
@@ -265,7 +266,7 @@ def measure(job: Job) -> str:
             found[name] = worth.gradient(run, trainer, copies, count)
     if NULL not in found:
         run.rollout = OTHER_ROLLOUT + job.batch
-        other_rollout, _ = trainer.collect(run, train_set, {})
+        other_rollout = trainer.collect(run, train_set, {})
         found[NULL] = worth.method_gradient(run, other_rollout, worth.UNIFORM, flags)
     worth.save(found, path)
     return setting.title

@@ -166,9 +166,9 @@ def run_case(run, case: Case, start: torch.Tensor, split: tuple[int, int], first
     trained = [p for p in run.model.parameters() if p.requires_grad]
     torch.nn.utils.vector_to_parameters(start.clone(), trained)
     run, metrics = replace(run, args=make_args(case, case.losses[0], *split)), {}
-    batch, _ = module.collect(run, task(run.tokenizer, run.args.seed), metrics)
+    batch = module.collect(run, task(run.tokenizer, run.args.seed), metrics)
     parts = module.micro_batches(run.args, batch)
-    module.score(run, [micro for part in parts for micro in part], metrics)
+    module.score(run, batch, [micro for part in parts for micro in part], metrics)
     facts, parts = rollout_facts(run, batch, metrics), parts[: 1 if len(case.losses) > 1 else 2]
     for loss in case.losses:
         torch.nn.utils.vector_to_parameters(start.clone(), trained)

@@ -283,14 +283,14 @@ def step(bench: Bench, credit: str, repeat: int, others: float) -> dict:
     args, device = run.args, run.accelerator.device
     peak_gib(device)
     began = clock(device)
-    batch, _ = module.collect(run, bench.data, {})
+    batch = module.collect(run, bench.data, {})
     row = {"seconds_rollout": clock(device) - began, "peaks": [peak_gib(device, others)]}
     if bench.lengths is not None:
         check_lengths(batch.mask.sum(1).tolist(), bench.lengths[batch.rows.cpu()])
         plant_answers(batch, run.tokenizer)
     parts = module.micro_batches(args, batch)
     micros = [micro for part in parts for micro in part]
-    module.score(run, micros, row)  # writes its seconds into the row
+    module.score(run, batch, micros, row)  # writes its seconds into the row
     row["peaks"].append(peak_gib(device, others))
     scored = clock(device)
     for part in parts * args.num_iterations:

@@ -356,9 +356,9 @@ def profile(folder: str, *argv: str) -> None:
     run, module, seconds = made.run, made.module, {}
     with decoder(made, module.dense) as rollout:
         found = {"costs of a decode step": largest(rollout.step)}
-    batch, _ = module.collect(run, made.data, {})
+    batch = module.collect(run, made.data, {})
     micros = module.micro_batches(run.args, batch)[0][:1]
-    module.score(run, micros, {})
+    module.score(run, batch, micros, {})
     found["costs of a training step"] = largest(lambda: module.update(run, micros))
     ways = {"dense": module.dense, "PEFT": precision.rounded, "merged": precision.merged}
     for name, way in ways.items():

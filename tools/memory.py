@@ -175,7 +175,7 @@ def phases(args, model, memory: LiveBytes, options: argparse.Namespace) -> dict:
             del decoder, u
         memory.phase()
         micro = trainer.Batch(rows, prompt, ids, ids.bool(), rows > 0, nothing, nothing)
-        trainer.score(run, [micro], {})
+        trainer.score(run, micro, [micro], {})
         found["score"] = memory.phase()
         logp = policy.train()(micro)[0]
         logp.sum().backward()

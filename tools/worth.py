@@ -162,7 +162,7 @@ def scored(
 
     updates = trainer.micro_batches(run.args, replace(rollout, advantages=advantages))
     micros = [micro for update in updates for micro in update]
-    module.score(own_run, micros, {})
+    module.score(own_run, rollout, micros, {})
     return own_run, module, micros
 
 
@@ -220,7 +220,7 @@ def measure(job: Job) -> str:
     found = load(job.path)
     run, train_set = prepare(job.flags, job.adapter)
     run.rollout = job.batch
-    rollout, _ = trainer.collect(run, train_set, {})
+    rollout = trainer.collect(run, train_set, {})
     if "squares" not in found:
         found["reward"] = rollout.rewards.nanmean().cpu()
         found["entropy"] = rollout.entropy[rollout.mask].mean().cpu()

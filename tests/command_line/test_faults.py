@@ -298,7 +298,7 @@ def small_disk(tmp_path):
 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(make_run, monkeypatch, tmp_path):
     run = make_run(output_dir=tmp_path)
-    trainer.save_checkpoint(run)
+    trainer.save_checkpoint(run, None)
 
     def full(*_):
         raise RuntimeError("PytorchStreamWriter failed writing file")
@@ -309,7 +309,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(make_run, monkeypatc
         OSError,
         match="save .*-1 .*StreamWriter failed.*the last complete checkpoint is .*checkpoint-0$",
     ):
-        trainer.save_checkpoint(run)
+        trainer.save_checkpoint(run, None)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-0"]
 
 

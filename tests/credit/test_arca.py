@@ -24,7 +24,7 @@ def fresh_batch(**kw):
 def scored(run, *batches):
     """Fresh batches (or those given) that the trainer has scored as one rollout."""
     batches = batches or (fresh_batch(),)
-    trainer.score(run, list(batches), {})
+    trainer.score(run, batches[0], list(batches), {})
     return batches[0]
 
 
@@ -75,11 +75,11 @@ def test_signals_against_a_token_by_token_reference(make_run, credit, p):
 def test_weights_by_hand():
     scores = torch.tensor([[1.0, 3.0, 0.0, 9.0], [2.0, 2.0, 2.0, 7.0]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).bool()
-    one = trainer.normalise(scores, mask, 1.0)
+    one = trainer.normalize(scores, mask, 1.0)
     assert torch.allclose(
         one, torch.tensor([[0.75, 2.25, 0, 0], [8 / 13] * 3 + [28 / 13]]), atol=1e-6
     )
-    two = trainer.normalise(scores, mask, 2.0)
+    two = trainer.normalize(scores, mask, 2.0)
     assert torch.allclose(two[0], torch.tensor([0.3, 2.7, 0, 0]), atol=1e-6)
 
 
@@ -100,7 +100,7 @@ def test_edge_cases_stay_finite(scale):
     scores = scale * torch.rand(3, 6)
     scores[2] = scale
     for p in (1.0, 2.0, 3.0):
-        weights = trainer.normalise(scores, mask, p)
+        weights = trainer.normalize(scores, mask, p)
         assert weights.isfinite().all() and torch.allclose(weights.sum(1), mask.sum(1).float())
         assert torch.allclose(weights[2], torch.ones(6)) and weights[1, 0] == 1
 

@@ -154,7 +154,7 @@ def reference_gate(scores, q=0.25, beta=1.0, floor=0.1, keep_mass=True) -> np.nd
 def score(run, *micros) -> dict[str, float]:
     """Scores them as one rollout; returns its metrics."""
     metrics: dict[str, float] = {}
-    trainer.score(run, list(micros), metrics)
+    trainer.score(run, micros[0], list(micros), metrics)
     return metrics
 
 

@@ -67,7 +67,7 @@ def assign(args: g.Args, *micros: g.Batch) -> dict[str, float]:
     metrics: dict[str, float] = {}
     run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True))
     with torch.no_grad():  # as in the trainer's score()
-        g.assign_credit(run, list(micros), metrics)
+        g.assign_credit(run, g.join_batches(list(micros), 0), list(micros), metrics)
     return metrics
 
 

@@ -635,8 +635,9 @@ def test_the_long_policy_can_do_eight_operations(make_run, tokenizer):
     rates = []
     with run.grader:
         for greedy in (False, True):
-            batch = trainer.sample(run, torch.arange(64), prompts, u, greedy=greedy)
-            rates.append(sum(data.grade_batch(run, batch, problems)) / 64)
+            batch = trainer.sample(run, torch.arange(64), prompts, u, is_greedy=greedy)
+            batch.problems = problems
+            rates.append(sum(data.grade_batch(run, batch)) / 64)
     assert 0.15 < rates[0] < 0.55  # 0.3 over many
     assert rates[1] > 0.85  # it keeps its place where every step has the same words
 
@@ -666,12 +667,13 @@ def rewards(
     mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in ids], True)
     padded = pad_sequence([torch.tensor(row) for row in ids], True)
     batch = SimpleNamespace(ids=padded, mask=mask, prompt_width=0, sampled_logp=torch.zeros(1))
+    batch.problems = problems
     weighted = {name: (f, weight) for weight, (name, f) in enumerate(functions.items(), 1)}
     run = SimpleNamespace(grader=grader, reward_funcs=weighted)
     run.tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: texts)
     run.accelerator = SimpleNamespace(reduce=reduce)
     metrics = {}
-    return data.reward_batch(run, batch, problems, metrics).tolist(), metrics
+    return data.reward_batch(run, batch, metrics).tolist(), metrics
 
 
 def test_rewards_by_name(grader):

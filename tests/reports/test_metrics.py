@@ -324,8 +324,10 @@ def test_completions_are_appended_by_the_main_process_alone(tmp_path):
     batch, problems = micro([0, 1, 2], [1, 0, 0.0]), [Problem(CHAT, "7"), Problem("p", "8")] * 2
     first, other = run_of(tmp_path, "a", "b", "c"), run_of(tmp_path, "a", "b", "c", main=False)
     for run in (first, other):
-        log_completions(run, "greedy", batch, problems, [1.0, math.nan, 0.0])
-        log_completions(run, "train", batch, problems[1:], [1.0, 0.0, 0.0])
+        batch.problems = problems
+        log_completions(run, "greedy", batch, [1.0, math.nan, 0.0])
+        batch.problems = problems[1:]
+        log_completions(run, "train", batch, [1.0, 0.0, 0.0])
     rows = strict(tmp_path / "completions.jsonl")
     assert [row["kind"] for row in rows] == ["greedy"] * 2 + ["train"] * 2
     assert rows[0] == {
@@ -412,8 +414,9 @@ def group_of(
     args = SimpleNamespace(num_generations=size)
     functions = dict.fromkeys(rewards, (None, 1.0))
     run = SimpleNamespace(args=args, tokenizer=tokenizer, step=3, reward_funcs=functions)
-    problems = {row: problem for batch in micros for row in batch.rows.tolist()}
-    groups = credit_group(run, list(micros), problems)
+    for batch in micros:
+        batch.problems = [problem] * len(batch.rows)
+    groups = credit_group(run, list(micros))
     assert len(groups) < 2
     return groups[0] if groups else {}
 

@@ -208,7 +208,7 @@ def sampled(make_run, credit: str) -> tuple:
     run = make_run(credit=credit, num_generations=4, max_completion_length=60)
     data = ([PROBLEM] * 2, [encode_prompt(run.tokenizer, PROBLEM.prompt)] * 2)
     with run.grader:
-        batch, _ = trainer.collect(run, data, {})
+        batch = trainer.collect(run, data, {})
     batch.advantages = torch.tensor([1.0, -2.0, 0.0, 0.5, -0.5, 0.0, 1.5, 1.0])
     return run, instrument.micro_batches(run.args, batch)
 
@@ -216,7 +216,7 @@ def sampled(make_run, credit: str) -> tuple:
 def test_gradients_are_the_trainers(make_run):
     """Against backward through policy_loss, as `update` does it."""
     run, micros = sampled(make_run, "arca")
-    trainer.score(run, micros, {})
+    trainer.score(run, batch, micros, {})
     coefficients = instrument.token_coefficients(trainer, run.args, micros)
     methods = {"arca": coefficients, "again": coefficients}
     found = instrument.gradients(

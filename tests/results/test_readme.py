@@ -57,7 +57,7 @@ def test_the_readmes_credit_method_is_one(make_run, monkeypatch, tmp_path):
     run = make_run(module)
     batch = module.sample(run, torch.arange(4), [[5, 6, 7]] * 4, torch.rand(4, 24))
     batch.advantages, batch.loss_mask = torch.ones(4), batch.mask
-    module.score(run, [batch], {})
+    module.score(run, batch, [batch], {})
     for weights, mask in zip(batch.weights, batch.mask, strict=True):
         n = int(mask.sum())
         expected = torch.arange(1, n + 1) * 2 / (n + 1)  # mean 1

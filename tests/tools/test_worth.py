@@ -37,8 +37,8 @@ def trained_gradient(method: str, adapter: Path) -> torch.Tensor:
     state = worth.load_file(adapter / "adapter_model.safetensors")
     worth.set_peft_model_state_dict(run.model, state)
     run.rollout = 3
-    (micros,) = module.micro_batches(args, module.collect(run, data, {})[0])
-    module.score(run, micros, {})
+    (micros,) = module.micro_batches(args, module.collect(run, data, {}))
+    module.score(run, batch, micros, {})
     seen = []
 
     def step() -> None:
@@ -80,10 +80,10 @@ def test_the_null_is_the_sum_over_every_other_group(adapter, tmp_path):
     worth.measure((tmp_path / "a", 5, {"half": worth.HALF}, SMALL, str(adapter), 2**30))
     run, data = worth.prepare(SMALL, str(adapter))
     run.rollout = 5
-    batch, _ = trainer.collect(run, data, {})
+    batch = trainer.collect(run, data, {})
     batch.advantages[(batch.rows >= 4) & (batch.rows < 8) | (batch.rows >= 12)] = 0.0
     (micros,) = trainer.micro_batches(run.args, batch)
-    trainer.score(run, micros, {})
+    trainer.score(run, batch, micros, {})
     expected = worth.gradient(run, trainer, micros, 16)
     assert torch.allclose(worth.load(tmp_path / "a")["half"], expected, atol=1e-7)
 
@@ -168,7 +168,7 @@ def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
 def test_squared_gradients_are_those_of_each_completion_alone(adapter):
     run, data = worth.prepare(SMALL, str(adapter))
     run.rollout = 5
-    batch, _ = trainer.collect(run, data, {})
+    batch = trainer.collect(run, data, {})
     trained, expected = [p for p in run.model.parameters() if p.requires_grad], torch.zeros(2, 2)
     for row, advantage in enumerate(batch.advantages.tolist()):
         if advantage != 0:

@@ -45,9 +45,9 @@ def test_a_rollouts_log_probs_are_near_the_recomputed_ones(make_run):
     """Rounding in bf16 depends on the shape of the batch, so the two differ. `sampling_gap` says by
     how much (in fp32 it is 1e-7)."""
     run = make_run(dtype="bfloat16", max_completion_length=80, per_device_train_batch_size=40)
-    batch, _ = trainer.collect(run, load_data_once(run.args)[1], {})
+    batch = trainer.collect(run, load_data_once(run.args)[1], {})
     ((micro,),) = trainer.micro_batches(run.args, batch)
-    trainer.score(run, [micro], {})
+    trainer.score(run, micro, [micro], {})
     gap = trainer.update(run, [micro])["sampling_gap"]
     assert 1e-6 < gap < 5e-3
 
@@ -59,7 +59,7 @@ def test_the_first_ratio_is_one_and_gradients_are_those_of_fp32(make_run):
     for dtype in ("float32", "bfloat16"):
         run = make_run(dtype=dtype, num_iterations=2)
         scored = replace(batch, old_logp=trainer.NOT_SET)
-        trainer.score(run, [scored], {})
+        trainer.score(run, scored, [scored], {})
         for _ in range(2):
             run.optimizer.zero_grad()
             logp = trainer.training_forward(run, scored)
@@ -84,7 +84,7 @@ def test_no_split_and_no_dropped_row_turns_the_gradient(make_run, loss_type):
     run.optimizer.step = keep
     ((kept,),) = trainer.micro_batches(run.args, batch)
     for micros in ([batch], [kept], [kept.select(x) for x in torch.arange(6).split(2)]):
-        trainer.score(run, micros, {})
+        trainer.score(run, batch, micros, {})
         trainer.update(run, micros)
     assert len(kept.rows) == 6
     for other in gradients[1:]:
@@ -105,10 +105,10 @@ def test_weights_are_those_of_fp32(make_run, module, credit):
     for dtype in ("float32", "bfloat16"):
         run = make_run(module, dtype=dtype, credit=credit, adapter=1e-3, max_completion_length=80)
         if batch is None:
-            batch, _ = module.collect(run, load_data_once(run.args)[1], {})
+            batch = module.collect(run, load_data_once(run.args)[1], {})
             batch.advantages = torch.ones(8)
         micro = replace(batch)
-        module.score(run, [micro], {})
+        module.score(run, micro, [micro], {})
         weights.append(micro.weights[micro.mask])
         assert micro.weights[micro.mask].mean() == pytest.approx(1, abs=1e-3)
     assert torch.corrcoef(torch.stack(weights))[0, 1] > (0.8 if credit == "oar_p" else 0.95)

@@ -130,12 +130,12 @@ def test_a_step(monkeypatch, module, flags):
     tokenizer, train_set, _ = module.load_data(args := prepare(monkeypatch, module, flags))
     with TwoDevices():
         run = module.build_run(args, tokenizer)
-        batch, _ = module.collect(run, train_set, {})
+        batch = module.collect(run, train_set, {})
         (micros,) = module.micro_batches(args, batch)
         for credit in CREDITS[module].split()[FLAGS.index(flags) :: 2]:
             metrics = {}
             run.args = module.parse_args(f"{SIZE} --credit {credit} {flags}".split())
-            module.score(run, micros, metrics)
+            module.score(run, batch, micros, metrics)
             module.update(run, micros)
             for micro in micros:
                 assert all(map(is_there, tensors_of(list(vars(micro).values()))))

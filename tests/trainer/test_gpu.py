@@ -85,10 +85,10 @@ def test_recomputed_log_probs_are_near_the_sampled_ones(make_run, weights, most,
         rollout_weights=weights, torch_compile=compiled, max_completion_length=80,
         per_device_train_batch_size=64,
     )  # fmt: skip
-    batch, _ = trainer.collect(run, trainer.load_data(run.args)[1], {})
+    batch = trainer.collect(run, trainer.load_data(run.args)[1], {})
     batch.advantages = torch.ones_like(batch.rewards)  # else a row may be left out
     (micros,) = trainer.micro_batches(run.args, batch)
-    trainer.score(run, micros, {})
+    trainer.score(run, batch, micros, {})
     gap = trainer.update(run, micros)["sampling_gap"]
     print(f"{weights}, compiled {compiled}: mean |sampled - recomputed| {gap:.4f}")
     assert gap <= most and not torch.backends.cuda.cudnn_sdp_enabled()

@@ -124,7 +124,7 @@ def test_gradients_are_the_same_before_and_after_a_rollout(make_run, weights):
 
     before = gradients()
     sample(run, prompts_of(run), fixed_uniforms(4, 24))
-    trainer.score(run, [batch], {})
+    trainer.score(run, batch, [batch], {})
     for old, new in zip(before, gradients(), strict=True):
         assert torch.equal(old, new)
     flags = [getattr(m, "support_avx512bf16_for_cpu", None) for m in run.model.modules()]

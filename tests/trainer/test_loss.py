@@ -71,7 +71,7 @@ def test_loss_and_gradient_equal_trl(loss_type, beta, weighted):
     noise = torch.randn(batch.old_logp.shape, generator=torch.Generator().manual_seed(5))
     logp = torch.where(batch.mask, batch.old_logp + 0.3 * noise, 0.0)
     if weighted:
-        batch.credit = trainer.normalise(batch.scores, batch.mask, 1.0)
+        batch.credit = trainer.normalize(batch.scores, batch.mask, 1.0)
     advantages = batch.advantages[:, None] * batch.credit if weighted else None
     ours = loss_and_gradient(args, batch, logp, batch.old_logp)
     theirs = trl_loss(args, batch, logp, batch.old_logp, advantages=advantages)
@@ -85,7 +85,7 @@ def test_dapo_divides_by_the_mean_tokens_of_the_rollouts_updates(make_run):
     run = make_run(loss_type="dapo", steps_per_generation=2, max_completion_length=80, adapter=0.0)
     run.grader = ByLength()
     data = ([Problem("x", "1")] * 4, prompts_of(run, 4))
-    batch, _ = trainer.collect(run, data, {})
+    batch = trainer.collect(run, data, {})
     parts = trainer.micro_batches(run.args, batch)
     tokens = [int(batch.mask[part].sum()) for part in (slice(0, 8), slice(8, 16))]
     assert tokens[0] != tokens[1] and batch.update_tokens == sum(tokens) / 2
@@ -108,7 +108,7 @@ def test_negative_weight_scales_the_gradient_of_what_is_below_the_mean(make_run,
         run = make_run(negative_weight=weight, loss_type=loss_type, max_completion_length=80)
         run.grader = ByLength()
         data = ([Problem("x", "1")] * 2, prompts_of(run, 2))
-        batch, _ = trainer.collect(run, data, {})
+        batch = trainer.collect(run, data, {})
         mask, advantages = batch.loss_mask, batch.advantages
         ((micro,),) = trainer.micro_batches(run.args, batch)
         kept[weight], micro.credit, logp = len(micro.rows), micro.mask.float(), micro.sampled_logp
@@ -147,7 +147,7 @@ def test_uniform_is_plain_grpo_bit_for_bit(make_run):
     batch = random_batch()
     run = make_run(credit="uniform")
     batch.scores = torch.ones_like(batch.old_logp)
-    trainer.assign_credit(run, [batch], {})
+    trainer.assign_credit(run, batch, [batch], {})
     assert torch.equal(batch.weights, batch.mask.float())
     logp = batch.old_logp + 0.3 * torch.randn(
         batch.old_logp.shape, generator=torch.Generator().manual_seed(2)
@@ -186,7 +186,7 @@ def test_truncated_completions_follow_the_flag(make_run):
     """They are left out of the loss when the flag asks for it. A batch of nothing else has a finite
     loss, which is 0."""
     run = make_run(mask_truncated_completions=True)
-    batch, _ = trainer.collect(run, ([Problem("x", "1")] * 4, prompts_of(run)), {})
+    batch = trainer.collect(run, ([Problem("x", "1")] * 4, prompts_of(run)), {})
     assert (batch.loss_mask.any(1) == ~batch.truncated).all() and batch.truncated.any()
     batch.truncated[:], batch.loss_mask = True, torch.zeros_like(batch.mask)
     for run.args.loss_type in ("grpo", "dapo", "dr_grpo"):

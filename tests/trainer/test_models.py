@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import grpo_arca
 import grpo_oar
 import grpo_strace
+from common.problems import Problem
 
 METHODS = {"arca": grpo_arca, "oar_g": grpo_oar, "oar_p": grpo_oar, "s_trace": grpo_strace}
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
@@ -156,7 +157,7 @@ def start(folder: str, module=grpo_arca, **flags):
     """What a run does before its first step; then the adapter is made to act."""
     AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
     run = module.build_run(arguments(module, folder, **flags), TOKENIZER)
-    module.check_model(run, LONG)
+    module.check_model(run, ([Problem("x", "7")], [LONG]))
     randomize_adapter(run.model)
     return run
 
@@ -205,7 +206,7 @@ def check_greedy(run):
     """Greedy tokens are those of transformers' `generate`, prompt by prompt without padding."""
     endless = replace(run, eos_ids=run.eos_ids[:0])
     u = torch.zeros(len(PROMPTS), LENGTH)
-    batch = grpo_arca.sample(endless, torch.arange(len(PROMPTS)), PROMPTS, u, greedy=True)
+    batch = grpo_arca.sample(endless, torch.arange(len(PROMPTS)), PROMPTS, u, is_greedy=True)
     run.model.generation_config.eos_token_id = None
     how = dict(do_sample=False, max_new_tokens=LENGTH, pad_token_id=0)
     own = []
@@ -235,7 +236,7 @@ def check_credit(run, credit: str):
     """The method's scores and weights are finite and not all alike, and its update moves."""
     module, run = METHODS[credit], with_method(run, credit)
     batch, metrics = answered_batch(module), {}
-    module.score(run, [batch], metrics)
+    module.score(run, batch, [batch], metrics)
     with torch.no_grad():
         trained, _ = run.policy.eval()(batch)
     torch.testing.assert_close(trained, stock(run, batch)[0], atol=1e-4, rtol=0)
@@ -341,7 +342,7 @@ def test_oar_p_is_that_of_whole_forwards(save_model, family):
     """Its cut caches, of windows too, give what forwards of the whole text give."""
     run = with_method(start(save_model(family)), "oar_p")
     batch = answered_batch(grpo_oar)
-    grpo_oar.score(run, [batch], {})
+    grpo_oar.score(run, batch, [batch], {})
     probes = grpo_oar.find_probes(run, batch, [0, 1, 2])
     for row in range(3):
         plain = torch.tensor(plain_oar_p(run, probes, row))
@@ -357,7 +358,7 @@ def test_oar_g_reads_the_same_twice_but_for_the_noise(save_model, family):
     run, means = with_method(run, "oar_g"), []
     for noise in (1e-1, 1e-9):
         run.args.oar_noise_std, batch = noise, answered_batch(grpo_oar)
-        grpo_oar.score(run, [batch], {})
+        grpo_oar.score(run, batch, [batch], {})
         means.append(batch.scores[batch.scores >= 0].mean())
     assert means[0] > 0 and means[1] < 1e-3 * means[0]
 
@@ -415,7 +416,7 @@ def test_check_sees_a_wrong_decode_step(save_model, broken, prompt, capsys, monk
         base.forward = right
 
     monkeypatch.setattr(grpo_arca.Decoder, "step", wrong)
-    sentence = refusal(capsys, lambda: grpo_arca.check_model(run, prompt))
+    sentence = refusal(capsys, lambda: grpo_arca.check_model(run, ([Problem("x", "7")], [prompt])))
     assert f"{folder} is not supported" in sentence
 
 

@@ -57,7 +57,7 @@ def rollouts(smollm2, make_run):
 def test_greedy_is_generate_token_for_token(rollouts, weights):
     run, prompts, _ = rollouts("float32", weights)
     u = torch.zeros(len(prompts), 28)
-    batch = grpo_arca.sample(run, torch.arange(len(prompts)), prompts, u, greedy=True)
+    batch = grpo_arca.sample(run, torch.arange(len(prompts)), prompts, u, is_greedy=True)
     for row, prompt in enumerate(prompts):
         ids, how = torch.tensor([prompt]), {"do_sample": False, "max_new_tokens": 28}
         how |= {"eos_token_id": run.eos_ids.tolist(), "pad_token_id": 0}

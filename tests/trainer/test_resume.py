@@ -163,7 +163,7 @@ def first(make_run, tmp_path_factory):
     """A run with a checkpoint-0. What is refused leaves it as good as it was."""
     run = make_run(output_dir=tmp_path_factory.mktemp("first"))
     trainer.update(run, [random_batch()])  # so that the optimiser has a state
-    trainer.save_checkpoint(run)
+    trainer.save_checkpoint(run, None)
     return run
 
 
@@ -180,7 +180,7 @@ def saved(first, tmp_path):
 def test_only_the_latest_are_kept(saved, tmp_path):
     saved.args.save_total_limit = 2
     for saved.step in (9, 10, 11):
-        trainer.save_checkpoint(saved)
+        trainer.save_checkpoint(saved, None)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10", "checkpoint-11"}
     names = {path.name for path in (tmp_path / "checkpoint-11").iterdir()}
     assert names == {"README.md", "adapter_config.json", "adapter_model.safetensors", "state.pt"}
@@ -257,7 +257,7 @@ def test_a_state_file_of_something_else(saved, tmp_path, capsys, change):
 def test_what_is_damaged_is_to_be_deleted(saved, tmp_path, capsys):
     """And the one before is then the latest."""
     saved.step = 1
-    trainer.save_checkpoint(saved)
+    trainer.save_checkpoint(saved, None)
     newest = replace(saved, args=replace(saved.args, resume_from_checkpoint="latest"))
     (tmp_path / "checkpoint-1/state.pt").write_bytes(b"torn")
     said = refused(newest, capsys)
@@ -270,7 +270,7 @@ def test_what_is_damaged_is_to_be_deleted(saved, tmp_path, capsys):
 
 def test_fewer_updates_than_there_were_are_refused(saved, tmp_path, capsys):
     saved.step = 5
-    trainer.save_checkpoint(saved)
+    trainer.save_checkpoint(saved, None)
     for steps, wrong in ((4, True), (5, False)):
         args = replace(saved.args, resume_from_checkpoint="latest", max_steps=steps)
         run = replace(saved, args=args, step=0)

@@ -81,7 +81,7 @@ def test_greedy_generation_equals_transformers(make_run, rollout_weights):
     """The decode loop over the static cache against `generate`, prompts of different lengths."""
     run = make_run(rollout_weights=rollout_weights)
     prompts = prompts_of(run)
-    out = sample(run, prompts, torch.zeros(4, 24), greedy=True)
+    out = sample(run, prompts, torch.zeros(4, 24), is_greedy=True)
     for row, prompt in enumerate(prompts):
         expected = run.model.generate(
             input_ids=torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=2
