@@ -204,7 +204,7 @@ def test_only_the_first_process_speaks(monkeypatch, capfd):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_right_flags_pass(script):
-    """The mistakes above are mistakes: their neighbours are not."""
+    """The mistakes above are mistakes: their neighbors are not."""
     module = importlib.import_module(script)
     line = "--num_generations 2 --top_p 1 --max_steps 0 --beta 0 --top_k 0 --lora_dropout 0.9 "
     line += "--gradient_accumulation_steps 2 --steps_per_generation 4 --temperature 0.1 --seed 0 "
