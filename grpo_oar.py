@@ -1545,7 +1545,8 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     except Exception as error:  # a damaged folder may raise anything
         if "memory" in str(error):
             raise
-        fail(f"cannot load {name} with LoRA on {' '.join(args.lora_target_modules)}: {error}")
+        adapter = args.start_adapter or f"LoRA on {' '.join(args.lora_target_modules)}"
+        fail(f"cannot load {name} with {adapter}: {error}")
 
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -1579,7 +1580,10 @@ def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if args.start_adapter is not None:
-        return PeftModel.from_pretrained(base, args.start_adapter, is_trainable=True)
+        with warnings.catch_warnings():
+            # PEFT would only warn, and leave layers without weights as they are when new.
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return PeftModel.from_pretrained(base, args.start_adapter, is_trainable=True)
 
     # Some checkpoints also read images. An adapter outside the language model gets no gradient.
     language_model = set(base.get_decoder().modules()) | {base.get_output_embeddings()}
@@ -1799,12 +1803,14 @@ def write_checkpoint(run: Run, folder: Path, partial: Path) -> None:
 def base_fingerprint(run: Run) -> str:
     """Returns a digest of some weights, by which `resume` recognizes the base model.
 
-    NF4 weights are left out: a GPU and a CPU may round one of them differently.
+    The weights of an adapter to start from belong to it. NF4 weights are left out: a GPU and a CPU
+    may round one of them differently.
     """
+    frozen = {name: p for name, p in run.model.named_parameters() if not p.requires_grad}
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in run.model.named_parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
-            weights = parameter.flatten()[:64].float().tolist()
+    for name, tensor in (frozen | run.start_weights).items():
+        if tensor.is_floating_point():
+            weights = tensor.flatten()[:64].float().tolist()
             digest.update(f"{name} {weights}".encode())
     return digest.hexdigest()
 
@@ -1869,7 +1875,7 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
     state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
     trained_names = [name for name, p in run.model.named_parameters() if p.requires_grad]
     if sorted(state["adapter"]) != sorted(trained_names) or state["base"] != base_fingerprint(run):
-        raise ValueError("it belongs to another model, or to other layers of it")
+        raise ValueError("it belongs to another model or start adapter, or to other layers")
     if state["task"] != run.task:
         advice = "to go on from its adapter, give another --output_dir"
         raise ValueError(f"its problems or prompts were not those of these flags: {advice}")
@@ -1883,16 +1889,16 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
     run.step = state["step"]
     run.rollout = state["rollout"]
     run.groups = list(state["groups"])
-    if run.step > run.args.max_steps:
-        raise ValueError("it is past --max_steps: raise that flag")
     return dict(state["flags"])
 
 
 def check_state(run: Run, folder: Path, state: dict[str, Any]) -> None:
     """Raises ValueError unless all of a checkpoint's state can belong to this run."""
     counts = (state["step"], state["rollout"], state["schedule"])
-    if not all(type(count) is int and count >= 0 for count in counts):
+    if not all(type(count) is int and 0 <= count <= state["step"] + 1 for count in counts):
         raise ValueError("its counts are damaged")
+    if state["step"] > run.args.max_steps:
+        raise ValueError("it is past --max_steps: raise that flag")
     named_step = folder.name.removeprefix("checkpoint-")
     if named_step.isdigit() and int(named_step) != state["step"]:
         raise ValueError(f"it is of step {state['step']}: rename it to checkpoint-{state['step']}")
@@ -1962,6 +1968,11 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if Path(name).resolve().parent == Path(TINY_POLICY).parent:
         parser.set_defaults(**EMBEDDED_DEFAULTS)
         args, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    for declared in fields(args):
+        accepted = declared.metadata.get("metavar")
+        value = getattr(args, declared.name)
+        if accepted is not None and value is not None and value not in accepted:
+            fail(f"--{declared.name} {value} is out of range {accepted}")
     if start_adapter is not None:
         tokens = sys.argv[1:] if argv is None else argv
         for token in tokens:
@@ -1970,12 +1981,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
         args.start_adapter = start_adapter
         for flag_name, value in adapter_defaults.items():
             setattr(args, flag_name, value)
-
-    for declared in fields(args):
-        accepted = declared.metadata.get("metavar")
-        value = getattr(args, declared.name)
-        if accepted is not None and value is not None and value not in accepted:
-            fail(f"--{declared.name} {value} is out of range {accepted}")
 
     # Fill in the defaults that depend on other flags.
     args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
@@ -2012,10 +2017,10 @@ def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:
         path = None
     if path is None:
         return None, {}
-    if not Path(name).is_dir():
-        path = snapshot_download(name, revision=revision, allow_patterns="adapter_*")
-        path = f"{path}/adapter_config.json"
     try:
+        if not Path(name).is_dir():
+            path = snapshot_download(name, revision=revision, allow_patterns="adapter_*")
+            path = f"{path}/adapter_config.json"
         config = json.loads(Path(path).read_text(encoding="utf-8"))
         flags = {
             "model_name_or_path": config["base_model_name_or_path"],
@@ -2027,7 +2032,8 @@ def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         fail(f"{name} is no LoRA adapter of a language model: {error!r}")
-    if config.get("peft_type") != "LORA" or not isinstance(flags["model_name_or_path"], str):
+    names = (flags["model_name_or_path"], flags["model_revision"])
+    if config.get("peft_type") != "LORA" or not all(isinstance(n, str) for n in names):
         fail(f"{name} is no LoRA adapter that names its base model")
     return str(Path(path).parent), flags
 
@@ -2078,7 +2084,7 @@ def check_ranks() -> None:
 def locked(output_dir: str) -> Iterator[None]:
     """Makes the folder, and ends the run if another one is using it.
 
-    The kernel releases the lock when this process ends, however it ends.
+    The kernel releases the lock when the main process ends, however it ends.
     """
     folder = Path(output_dir)
     if (folder / "adapter").is_file():
@@ -2088,9 +2094,13 @@ def locked(output_dir: str) -> Iterator[None]:
     try:
         if int(os.environ.get("RANK", "0")) == 0:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError:
+        os.close(descriptor)
         fail(f"another run is writing to {output_dir}: wait for its end, or change --output_dir")
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
     finally:
         os.close(descriptor)
 
