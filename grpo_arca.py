@@ -54,6 +54,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while it loads ends it without a stack
+
 # On import bitsandbytes warns about an AVX512 kernel, which `load_policy` turns off anyway.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 

@@ -75,10 +75,12 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     phases = []
     rollout_tokens = 0
     for row in updates:
-        phases += [seconds for name, seconds in row.items() if name.startswith("seconds_")]
+        seconds = [finite_or_nan(x) for name, x in row.items() if name.startswith("seconds_")]
+        phases += [x for x in seconds if x >= 0]  # NaN, of what is no number, is left out
         # Rows of one rollout repeat its figures. Its seconds stand in the first one alone.
-        if finite_or_nan(row.get("seconds_rollout")) > 0:
-            rollout_tokens += row["rollout_tokens"]
+        tokens = finite_or_nan(row.get("rollout_tokens"))
+        if finite_or_nan(row.get("seconds_rollout")) > 0 and tokens > 0:
+            rollout_tokens += tokens
     return {
         "before": evals[0],
         "after": evals[-1],
@@ -112,8 +114,14 @@ def write_model_card(
         library_name="peft",
         tags=["grpo", "lora", config["credit"]],
     )
+    given = {key: value for key, value in config.items() if key != "start_adapter"}
+    if config.get("start_adapter") is not None:
+        given["model_name_or_path"] = config["start_adapter"]
+        for key in [*given]:
+            if key.startswith("lora_") or key == "model_revision":
+                del given[key]  # the adapter determines it
     # JSON holds no line break, which could end the block.
-    flags = [f"--{key} {json.dumps(plain(value), default=str)}" for key, value in config.items()]
+    flags = [f"--{key} {json.dumps(plain(value), default=str)}" for key, value in given.items()]
     table = before_after_table(before, after)
     card = ModelCard.from_template(
         data, str(CARD_TEMPLATE), table=table, flags=flags, config=config

@@ -132,8 +132,10 @@ def rows_before(path: Path, checkpoint: int) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
             step = row["step"]
-            last_step = checkpoint - 1 if row.get("eval") else checkpoint
-            if step <= last_step:
+            evaluation = row.get("eval")  # of metrics.jsonl a dict, of completions.jsonl a bool
+            is_row = isinstance(step, int) and isinstance(evaluation, dict | bool | None)
+            last_step = checkpoint - 1 if evaluation else checkpoint
+            if is_row and step <= last_step:
                 rows.append(row)
     return rows
 
@@ -144,6 +146,7 @@ def best_step(rows: list[dict[str, Any]]) -> int | None:
     if not evaluations:
         return None
     accuracies = [finite_or_nan(row["eval"].get("sampled_accuracy")) for row in evaluations]
+    accuracies = [-math.inf if math.isnan(accuracy) else accuracy for accuracy in accuracies]
     return evaluations[accuracies.index(max(accuracies))]["step"]
 
 
