@@ -23,7 +23,7 @@ from common.problems import (
     stated_results,
     token_roles,
 )
-from common.reward import Grader, call_reward_func, last_boxed
+from common.reward import Grader, RewardError, call_reward_func, last_boxed, takes_argument
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +49,8 @@ ANSWER_COLUMNS = ("answer", "solution")
 KNOWN_CONFIGS = {"openai/gsm8k": "main"}
 ONLY_SPLITS = {"HuggingFaceH4/MATH-500": "test"}  # sets that have no other
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+LARGEST_REWARD = 1e18  # float32 holds its square, so that no advantage is NaN
 
 ProblemSet = tuple[list[Problem], list[list[int]]]  # problems, and their prompts as token ids
 
@@ -383,28 +385,49 @@ def reward_batch(run: Run, batch: Batch, metrics: dict[str, float]) -> Tensor:
 
     A function's NaN (None, by TRL's convention: it does not judge this completion) counts neither
     in the sum, which is NaN if no function judges, nor in its mean. The means have TRL's names and
-    are over all processes.
+    are over all processes. So are those of the numbers that a function logs.
     """
     ids, texts = completions_of(run, batch)
     prompts = [problem.prompt for problem in batch.problems]
     columns = shared_columns(batch.problems)
     sums = [math.nan] * len(texts)
     for name, (function, weight) in run.reward_funcs.items():
+        logged: dict[str, list[float]] = {}
         if function is None:
             values = correctness(run.grader, texts, batch.problems)
         else:
-            values = call_reward_func(name, function, prompts, texts, ids, columns)
+            values = call_reward_func(name, function, prompts, texts, ids, columns, logged)
         for row, value in enumerate(values):
             if not math.isnan(value):
                 others = 0.0 if math.isnan(sums[row]) else sums[row]
                 sums[row] = weight * value + others
 
-        judged = [value for value in values if not math.isnan(value)]
-        local = batch.sampled_logp.new_tensor([sum(judged), len(judged)])
-        total, count = run.accelerator.reduce(local, "sum")
-        if count > 0:
-            metrics[f"rewards/{name}/mean"] = (total / count).item()
+        logged["mean"] = [value for value in values if not math.isnan(value)]
+        figures = ["mean"]
+        if function is not None and takes_argument(function, "log_metric"):
+            figures = names_on_all_processes(logged)
+        for figure in figures:
+            numbers = logged.get(figure, [])
+            local = batch.sampled_logp.new_tensor([sum(numbers), len(numbers)])
+            total, count = run.accelerator.reduce(local, "sum")
+            if count > 0:
+                metrics[f"rewards/{name}/{figure}"] = (total / count).item()
+
+    for row, reward in enumerate(sums):
+        if abs(reward) > LARGEST_REWARD:  # false for NaN
+            advice = "return smaller numbers, or lower --reward_weights"
+            raise RewardError(
+                f"the rewards of completions[{row}] add up to {reward:g}, too large for float32: "
+                f"{advice}"
+            )
     return batch.sampled_logp.new_tensor(sums)
+
+
+def names_on_all_processes(logged: dict[str, list[float]]) -> list[str]:
+    """Returns the names that any process has logged under, in the same order everywhere."""
+    from accelerate.utils import gather_object  # not at the top: it imports torch
+
+    return sorted(set(gather_object(list(logged))))
 
 
 def shared_columns(problems: Sequence[Problem]) -> dict[str, list]:

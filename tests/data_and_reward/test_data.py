@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import make_policies as make
 import pytest
 import torch
 import transformers
@@ -18,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import grpo_arca as trainer
-import make_policies as make
 from common import data, problems
 from common.data import DataError
 from common.problems import Chain, Operation, Problem
@@ -679,7 +679,9 @@ def rewards(
 def test_rewards_by_name(grader):
     seen = []
 
-    def length(prompts, completions, completion_ids, **columns):
+    def length(prompts, completions, completion_ids, log_metric, **columns):
+        log_metric("tokens", 3.0)
+        log_metric("tokens", 4.0)
         seen.append((prompts, completions, columns))
         return [len(ids) for ids in completion_ids]
 
@@ -694,8 +696,10 @@ def test_rewards_by_name(grader):
     functions = {"length": length, "accuracy_reward": None, "level": level}
     got, metrics = rewards(grader, functions, texts, ids, problems)
     assert got == [1 * 3.0 + 2 * 1.0 + 3 * 1.0, 1 * 1.0 + 2 * 0.0 + 3 * 2.0]
-    means = {"length": 2.0, "accuracy_reward": 0.5, "level": 1.5}
-    assert metrics == {f"rewards/{name}/mean": mean for name, mean in means.items()}
+    assert metrics == {
+        "rewards/length/mean": 2.0, "rewards/length/tokens": 3.5,
+        "rewards/accuracy_reward/mean": 0.5, "rewards/level/mean": 1.5,
+    }  # fmt: skip
     # Not `rare`: one of them lacks it.
     columns = {"answer": ["4", "6"], "level": [1, 2], "gold": ["4", "6"]}
     assert seen == [(["2 + 2?", "3 + 3?"], texts, columns)]
@@ -737,6 +741,30 @@ def test_a_function_that_is_not_for_every_completion(grader, monkeypatch):
 
     got, metrics = rewards(grader, {"some": len}, [""] * 3, ids, problems, reduce)
     assert metrics == {"rewards/some/mean": pytest.approx(3.5 / 3)}
+
+
+def test_weighted_sums_beyond_float32_are_refused(grader):
+    problems, ids, texts = [Problem("2 + 2?", "4")] * 2, [[1], [1]], ["a", "b"]
+    for values in ([1.0, 1e39], [-1e300, 1.0], [1.0, 1e30]):
+        row = 0 if values[0] < 0 else 1
+        said = rf"completions\[{row}\] add up to .*--reward_weights"
+        with pytest.raises(RewardError, match=said):
+            rewards(grader, {"large": lambda values=values, **_: values}, texts, ids, problems)
+    assert rewards(grader, {"f": lambda **_: [1e9, None]}, texts, ids, problems)[0][0] == 1e9
+
+
+def test_edits_of_a_reward_function_do_not_reach_the_next(grader):
+    def edit(prompts, levels, **_):
+        prompts[0] = levels[0][0] = "edited"
+        return [0.0, 0.0]
+
+    def level(prompts, levels, **_):
+        assert prompts == ["2 + 2?"] * 2
+        return [level[0] for level in levels]
+
+    problems = [Problem("2 + 2?", "4", columns={"levels": [3.0]})] * 2
+    got, _ = rewards(grader, {"edit": edit, "level": level}, ["a", "b"], [[1], [1]], problems)
+    assert got == [6.0, 6.0] and problems[0].columns == {"levels": [3.0]}
 
 
 def test_a_chat_gets_messages(grader):
