@@ -559,7 +559,7 @@ def cut_cache(cache: DynamicCache, rows: Tensor, columns: int) -> DynamicCache:
 def perturbation_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int]:
     """Returns the scores of OAR-P [n, N], and the number of tokens that were computed for them."""
     if any(DynamicCache(config=run.model.config).is_linear):
-        raise ValueError("oar_p needs a cache that can be cut at a token: use oar_g")
+        fail("--credit oar_p needs a cache that can be cut at a token, not a state: use oar_g")
     # Many forwards at the rollout's precision: replacing a token moves the answer by more than
     # bf16 rounds away.
     is_dense = run.args.rollout_weights == "dense"
@@ -1545,7 +1545,8 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     except Exception as error:  # a damaged folder may raise anything
         if "memory" in str(error):
             raise
-        fail(f"cannot load {name} with LoRA on {' '.join(args.lora_target_modules)}: {error}")
+        adapter = args.start_adapter or f"LoRA on {' '.join(args.lora_target_modules)}"
+        fail(f"cannot load {name} with {adapter}: {error}")
 
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -1579,7 +1580,10 @@ def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if args.start_adapter is not None:
-        return PeftModel.from_pretrained(base, args.start_adapter, is_trainable=True)
+        with warnings.catch_warnings():
+            # PEFT would only warn, and leave layers without weights as they are when new.
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return PeftModel.from_pretrained(base, args.start_adapter, is_trainable=True)
 
     # Some checkpoints also read images. An adapter outside the language model gets no gradient.
     language_model = set(base.get_decoder().modules()) | {base.get_output_embeddings()}
@@ -1605,12 +1609,10 @@ def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
     return model
 
 
-def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Run:
-    """Builds the policy, the optimizer and the schedule, and prepares them with Accelerate."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
-    reward_funcs = load_reward_funcs(args.reward_funcs, args.reward_weights)
+def make_accelerator(args: Args) -> Accelerator:
+    """Returns Accelerate's handle on the devices and processes."""
     try:
-        accelerator = Accelerator(
+        return Accelerator(
             project_dir=args.output_dir,
             mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
             cpu=not CUDA,  # otherwise processes on CPUs do not find each other
@@ -1619,6 +1621,12 @@ def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Ru
     except ValueError as error:  # what Accelerate reads from the environment
         fail(f"Accelerate refuses the launcher's settings (ACCELERATE_...): {error}")
 
+
+def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Run:
+    """Builds the policy, the optimizer and the schedule, and prepares them with Accelerate."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
+    reward_funcs = load_reward_funcs(args.reward_funcs, args.reward_weights)
+    accelerator = make_accelerator(args)
     model = load_policy(args, accelerator.device)
     if args.torch_compile:
         torch._dynamo.config.recompile_limit = 4096  # one for each layer, mode and adapter state
@@ -1795,12 +1803,14 @@ def write_checkpoint(run: Run, folder: Path, partial: Path) -> None:
 def base_fingerprint(run: Run) -> str:
     """Returns a digest of some weights, by which `resume` recognizes the base model.
 
-    NF4 weights are left out: a GPU and a CPU may round one of them differently.
+    The weights of an adapter to start from belong to it. NF4 weights are left out: a GPU and a CPU
+    may round one of them differently.
     """
+    frozen = {name: p for name, p in run.model.named_parameters() if not p.requires_grad}
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in run.model.named_parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
-            weights = parameter.flatten()[:64].float().tolist()
+    for name, tensor in (frozen | run.start_weights).items():
+        if tensor.is_floating_point():
+            weights = tensor.flatten()[:64].float().tolist()
             digest.update(f"{name} {weights}".encode())
     return digest.hexdigest()
 
@@ -1865,7 +1875,7 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
     state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
     trained_names = [name for name, p in run.model.named_parameters() if p.requires_grad]
     if sorted(state["adapter"]) != sorted(trained_names) or state["base"] != base_fingerprint(run):
-        raise ValueError("it belongs to another model, or to other layers of it")
+        raise ValueError("it belongs to another model or start adapter, or to other layers")
     if state["task"] != run.task:
         advice = "to go on from its adapter, give another --output_dir"
         raise ValueError(f"its problems or prompts were not those of these flags: {advice}")
@@ -1879,16 +1889,16 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
     run.step = state["step"]
     run.rollout = state["rollout"]
     run.groups = list(state["groups"])
-    if run.step > run.args.max_steps:
-        raise ValueError("it is past --max_steps: raise that flag")
     return dict(state["flags"])
 
 
 def check_state(run: Run, folder: Path, state: dict[str, Any]) -> None:
     """Raises ValueError unless all of a checkpoint's state can belong to this run."""
     counts = (state["step"], state["rollout"], state["schedule"])
-    if not all(type(count) is int and count >= 0 for count in counts):
+    if not all(type(count) is int and 0 <= count <= state["step"] + 1 for count in counts):
         raise ValueError("its counts are damaged")
+    if state["step"] > run.args.max_steps:
+        raise ValueError("it is past --max_steps: raise that flag")
     named_step = folder.name.removeprefix("checkpoint-")
     if named_step.isdigit() and int(named_step) != state["step"]:
         raise ValueError(f"it is of step {state['step']}: rename it to checkpoint-{state['step']}")
@@ -1958,6 +1968,11 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if Path(name).resolve().parent == Path(TINY_POLICY).parent:
         parser.set_defaults(**EMBEDDED_DEFAULTS)
         args, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    for declared in fields(args):
+        accepted = declared.metadata.get("metavar")
+        value = getattr(args, declared.name)
+        if accepted is not None and value is not None and value not in accepted:
+            fail(f"--{declared.name} {value} is out of range {accepted}")
     if start_adapter is not None:
         tokens = sys.argv[1:] if argv is None else argv
         for token in tokens:
@@ -1966,12 +1981,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
         args.start_adapter = start_adapter
         for flag_name, value in adapter_defaults.items():
             setattr(args, flag_name, value)
-
-    for declared in fields(args):
-        accepted = declared.metadata.get("metavar")
-        value = getattr(args, declared.name)
-        if accepted is not None and value is not None and value not in accepted:
-            fail(f"--{declared.name} {value} is out of range {accepted}")
 
     # Fill in the defaults that depend on other flags.
     args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
@@ -2002,13 +2011,16 @@ def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:
 
     Returns None and no flags if the name is a model's. Hub adapters are downloaded here.
     """
-    path = find_adapter_config_file(name, revision=revision)
+    try:
+        path = find_adapter_config_file(name, revision=revision)
+    except OSError:  # no such name: `load_data` says so
+        path = None
     if path is None:
         return None, {}
-    if not Path(name).is_dir():
-        path = snapshot_download(name, revision=revision, allow_patterns="adapter_*")
-        path = f"{path}/adapter_config.json"
     try:
+        if not Path(name).is_dir():
+            path = snapshot_download(name, revision=revision, allow_patterns="adapter_*")
+            path = f"{path}/adapter_config.json"
         config = json.loads(Path(path).read_text(encoding="utf-8"))
         flags = {
             "model_name_or_path": config["base_model_name_or_path"],
@@ -2020,7 +2032,8 @@ def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         fail(f"{name} is no LoRA adapter of a language model: {error!r}")
-    if config.get("peft_type") != "LORA" or not isinstance(flags["model_name_or_path"], str):
+    names = (flags["model_name_or_path"], flags["model_revision"])
+    if config.get("peft_type") != "LORA" or not all(isinstance(n, str) for n in names):
         fail(f"{name} is no LoRA adapter that names its base model")
     return str(Path(path).parent), flags
 
@@ -2063,22 +2076,33 @@ def check_ranks() -> None:
         is_possible = False
     if not is_possible:
         found = f"RANK={os.environ.get('RANK')}, WORLD_SIZE={os.environ.get('WORLD_SIZE')}"
-        sys.exit(f"{SCRIPT.name}: error: {found} is no process of a launcher: unset both")
+        os.environ["RANK"] = "0"  # so that `fail` speaks
+        fail(f"{found} is no process of a launcher: unset both")
 
 
-def lock_output_dir(output_dir: str) -> int | None:
-    """Ends the run if another one is using its folder. Returns a file descriptor to keep open.
+@contextlib.contextmanager
+def locked(output_dir: str) -> Iterator[None]:
+    """Makes the folder, and ends the run if another one is using it.
 
-    The kernel releases the lock when this process ends, however it ends.
+    The kernel releases the lock when the main process ends, however it ends.
     """
-    descriptor = os.open(output_dir, os.O_RDONLY)
+    folder = Path(output_dir)
+    if (folder / "adapter").is_file():
+        fail(f"{folder / 'adapter'} is a file, where the adapter would be saved: remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if int(os.environ.get("RANK", "0")) == 0:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        os.close(descriptor)
         fail(f"another run is writing to {output_dir}: wait for its end, or change --output_dir")
-    except OSError:  # a file system without locks
-        return None
-    return descriptor
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def end_with_launcher() -> None:
@@ -2096,10 +2120,14 @@ def end_with_launcher() -> None:
 def run_to_the_end(args: Args) -> None:
     """Trains, and saves the adapter and a report; after a signal, only a checkpoint."""
     tokenizer, train_set, held_out = load_data(args)
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    if int(os.environ.get("RANK", "0")) == 0:
-        lock_output_dir(args.output_dir)
-    run = build_run(args, tokenizer)
+    with locked(args.output_dir):
+        run = build_run(args, tokenizer)
+        train_and_report(run, train_set, held_out)
+
+
+def train_and_report(run: Run, train_set: ProblemSet, held_out: ProblemSet) -> None:
+    """Does `run_to_the_end` for a run that is built."""
+    args = run.args
     run.task = task_fingerprint([train_set, held_out])
     accelerator = run.accelerator
     train_problems, _ = train_set

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from grpo_arca import Args, Batch, Run  # those of the other scripts have the same fields
+    # Each script has its own classes of these names, alike in what is read here.
+    Args = Any
+    Batch = Any
+    Run = Any
 
 __all__ = [
     "Chain", "DataError", "Operation", "Problem", "chain_problems", "completions_of",

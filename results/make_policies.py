@@ -1,33 +1,51 @@
-"""Makes the tiny policy beside this file: a Qwen3-shaped model that can do chain arithmetic, badly.
+"""Makes the two embedded policies: Qwen3-shaped models that can do chain arithmetic, badly.
 
-    python results/make_policies.py          # seeded; about 25 minutes on 2 CPU cores
+    python results/make_policies.py          # common/tiny_policy; about 25 minutes on 2 CPU cores
     python results/make_policies.py --long   # common/long_policy from it: 2 to 8 operations
 
-It is trained first on right demonstrations and then on ones that drop a carry or a borrow more
-often than not, so that sampling solves about three in ten held-out problems: the skill is there,
-and reinforcement has something to sharpen. The long policy slips less in a step, as it has more of
-them: three in ten of its chains of 8 are right, nine in ten greedily. Neither ever sees a held-out
-problem.
+Both are seeded. A policy is trained first on right demonstrations, and then on ones that drop a
+carry or a borrow more often than not, so that sampling solves about three in ten held-out problems:
+the skill is there, and reinforcement has something to sharpen. The long policy slips less in a
+step, as it has more of them: three in ten of its chains of 8 are right, nine in ten greedily.
+Neither ever sees a held-out problem.
 """
 
+import argparse
 import math
 import random
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from common.data import Chain, Operation, random_chain
+from common.problems import Chain, Operation, random_chain
 
-LONG = "--long" in sys.argv[1:]
-STEPS, CLEAN_STEPS, BATCH, LEARNING_RATE = (
-    (600, 350, 64, 1.5e-3) if LONG else (1400, 800, 128, 3e-3)
-)
-# Chance per step, where a step has a carry or borrow; else
-DROPPED_CARRY, OTHER_SLIP = (0.22, 0.02) if LONG else (0.55, 0.06)
+TINY_POLICY = ROOT / "common/tiny_policy"
+LONG_POLICY = ROOT / "common/long_policy"
+
+
+class Recipe(NamedTuple):
+    """How a policy is trained."""
+
+    steps: int
+    clean_steps: int  # the first ones, on right demonstrations
+    batch_size: int
+    learning_rate: float
+    dropped_carry: float  # chance of a slip in a step that has a carry or a borrow
+    other_slip: float  # and of any other slip
+    is_long: bool  # chains of 2 to 8 operations, half of them in the same words throughout
+
+
+TINY = Recipe(1400, 800, 128, 3e-3, 0.55, 0.06, is_long=False)
+LONG = Recipe(600, 350, 64, 1.5e-3, 0.22, 0.02, is_long=True)
 VOCABULARY = 448  # the tokenizer's tokens, rounded up to whole NF4 blocks of 64
 
 BEGIN = ["We begin at {v}.", "Let us start with {v}.", "First we have {v}."]
@@ -46,55 +64,74 @@ END = [
     "The final result is \\boxed{{{v}}}.",
     "Thus we end with \\boxed{{{v}}}.",
 ]
+MULTIPLIERS = {2: ("doubl", "double"), 3: ("tripl", "triple")}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
+# ---- Demonstrations ------------------------------------------------------------------------------
 def without_carry(operation: Operation, value: int) -> int:
-    """The result when the carry or the borrow is forgotten (equal to the right one without any)."""
-    units = operation.apply(value % 10) if operation.name == "multiply" else None
+    """Returns the result if the carry or the borrow is forgotten: the right one without any."""
+    units = value % 10
     if operation.name == "add":
-        units = value % 10 + operation.operand % 10
+        units += operation.operand % 10
     elif operation.name == "subtract":
-        units = value % 10 - operation.operand % 10
+        units -= operation.operand % 10
+    else:
+        units = operation.apply(units)
     return operation.apply(value) - 10 * (units // 10)
 
 
-def slip(rng: random.Random, operation: Operation, value: int, slips: bool) -> int:
-    """The result a demonstration states for one step."""
-    right, forgotten = operation.apply(value), without_carry(operation, value)
-    if slips and forgotten != right and rng.random() < DROPPED_CARRY:
+def slip(rng: random.Random, operation: Operation, value: int, recipe: Recipe, slips: bool) -> int:
+    """Returns the result that a demonstration states for one step."""
+    right = operation.apply(value)
+    forgotten = without_carry(operation, value)
+    if slips and forgotten != right and rng.random() < recipe.dropped_carry:
         return forgotten
-    if slips and rng.random() < OTHER_SLIP:
+    if slips and rng.random() < recipe.other_slip:
         return right + rng.choice([-10, -2, -1, 1, 2, 10])
     return right
 
 
-def demonstrate(rng: random.Random, chain: Chain, slips: bool) -> str:
-    """A worked solution in random words. Slips never cancel: a slipped chain has a wrong answer."""
+def demonstrate(rng: random.Random, chain: Chain, recipe: Recipe, slips: bool) -> str:
+    """Returns a worked solution in random words.
+
+    Slips never cancel: a chain with a slip has a wrong answer.
+    """
     while True:
         values = [chain.start]
         for operation in chain.operations:
-            values.append(slip(rng, operation, values[-1], slips))
-        right = tuple(values[1:]) == chain.results()
-        if min(values) >= 0 and max(values) <= 199 and right == (values[-1] == chain.results()[-1]):
+            values.append(slip(rng, operation, values[-1], recipe, slips))
+        steps_are_right = tuple(values[1:]) == chain.results()
+        answer_is_right = values[-1] == chain.results()[-1]
+        is_in_range = min(values) >= 0 and max(values) <= 199
+        if is_in_range and steps_are_right == answer_is_right:
             break
-    sentences, links, steps = [rng.choice(BEGIN).format(v=values[0])], LINK, STEP
-    if LONG and rng.random() < 0.5:  # as greedy decoding writes; it must not lose its place there
+
+    sentences = [rng.choice(BEGIN).format(v=values[0])]
+    links = LINK
+    steps = STEP
+    if recipe.is_long and rng.random() < 0.5:
+        # As greedy decoding writes, which must not lose its place there.
         links = [rng.choice(LINK)]
         steps = {name: [rng.choice(phrases)] for name, phrases in STEP.items()}
     for operation, value in zip(chain.operations, values[1:], strict=True):
-        word = {2: ("doubl", "double"), 3: ("tripl", "triple")}.get(operation.operand, ("", ""))
+        stem, verb = MULTIPLIERS.get(operation.operand, ("", ""))
         step = rng.choice(steps[operation.name])
-        step = rng.choice(links) + step.format(k=operation.operand, r=value, w=word[0], x=word[1])
-        sentences.append(step[0].upper() + step[1:])
+        link = rng.choice(links)
+        sentence = link + step.format(k=operation.operand, r=value, w=stem, x=verb)
+        sentences.append(sentence[0].upper() + sentence[1:])
     return " ".join(sentences) + " " + rng.choice(END).format(v=values[-1])
 
 
+# ---- Tokenizer and model -------------------------------------------------------------------------
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any text encodes; each digit and `\\boxed{` is a token of its own."""
+    """Trains a byte-level BPE, so that any text encodes.
+
+    Each digit and `\\boxed{` is a token of its own.
+    """
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"\\boxed\{|\p{N}|\p{L}+ ?|[^\s\p{L}\p{N}]+ ?|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -104,10 +141,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    rng, texts = random.Random(1), ["user\n", "assistant\n", "system\n"] * 3000
+    rng = random.Random(1)
+    texts = ["user\n", "assistant\n", "system\n"] * 3000
     for _ in range(3000):
         chain = random_chain(rng, held_out=False)
-        texts += [chain.prompt(), demonstrate(rng, chain, slips=False)]
+        texts += [chain.prompt(), demonstrate(rng, chain, TINY, slips=False)]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -128,7 +166,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """1.04 M parameters; every linear layer is a multiple of 64 each way, for whole NF4 blocks."""
+    """Returns a new model of 1.04 M parameters.
+
+    Every linear layer is a multiple of 64 each way, for whole NF4 blocks.
+    """
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY,
@@ -148,52 +189,76 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     )
 
 
-def batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, slips: bool):
-    """Token ids and labels, right-padded: under a causal mask padding needs no mask of its own."""
-    ids, labels = [], []
-    for _ in range(BATCH):
-        chain = random_chain(rng, held_out=False, length=rng.randint(2, 8) if LONG else None)
+# ---- Training ------------------------------------------------------------------------------------
+def batch(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, slips: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns token ids and labels, both [B, T], padded on the right.
+
+    Under a causal mask, padding on the right needs no mask of its own.
+    """
+    ids = []
+    labels = []
+    for _ in range(recipe.batch_size):
+        length = rng.randint(2, 8) if recipe.is_long else None
+        chain = random_chain(rng, held_out=False, length=length)
         messages = [{"role": "user", "content": chain.prompt()}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompt_ids = tokenizer(prompt).input_ids
-        completion_ids = tokenizer(demonstrate(rng, chain, slips) + tokenizer.eos_token).input_ids
+        solution = demonstrate(rng, chain, recipe, slips) + tokenizer.eos_token
+        completion_ids = tokenizer(solution).input_ids
         ids.append(prompt_ids + completion_ids)
         labels.append([-100] * len(prompt_ids) + completion_ids)
     width = max(map(len, ids))
-    return (
-        torch.tensor(
-            [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
-        ),  # [B, T]
-        torch.tensor([row + [-100] * (width - len(row)) for row in labels]),  # [B, T]
-    )
+    padded_ids = [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
+    padded_labels = [row + [-100] * (width - len(row)) for row in labels]
+    return torch.tensor(padded_ids), torch.tensor(padded_labels)
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    rng, start, folder = random.Random(7), time.time(), Path(__file__).parent
-    if LONG:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-        folder = folder.with_name("long_policy")
-    else:
-        tokenizer = build_tokenizer()
-        model = build_model(tokenizer).train()
-    print(f"{len(tokenizer)} tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
+    """Trains a model on demonstrations."""
+    began = time.time()
+    rng = random.Random(7)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
     )
-    for step in range(1, STEPS + 1):
-        cosine = 0.5 + 0.5 * math.cos(math.pi * step / STEPS)
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, step / 50) * (0.05 + 0.95 * cosine)
-        ids, labels = batch(rng, tokenizer, slips=step > CLEAN_STEPS)
+    for step in range(1, recipe.steps + 1):
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / recipe.steps)
+        warm_up = min(1, step / 50)
+        optimizer.param_groups[0]["lr"] = recipe.learning_rate * warm_up * (0.05 + 0.95 * cosine)
+        ids, labels = batch(rng, tokenizer, recipe, slips=step > recipe.clean_steps)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 0:
-            left = (time.time() - start) / step * (STEPS - step) / 60
-            print(f"step {step}/{STEPS}  loss {loss.item():.4f}  {left:.1f} min left", flush=True)
+            left = (time.time() - began) / step * (recipe.steps - step) / 60
+            progress = f"step {step}/{recipe.steps}  loss {loss.item():.4f}  {left:.1f} min left"
+            print(progress, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--long", action="store_true", help="the long policy, from the tiny one")
+    is_long = parser.parse_args().long
+    torch.manual_seed(0)
+    if is_long:
+        recipe = LONG
+        folder = LONG_POLICY
+        tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
+        model = Qwen3ForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
+    else:
+        recipe = TINY
+        folder = TINY_POLICY
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer)
+    model.train()
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{len(tokenizer)} tokens, {parameters:,} parameters")
+    train(model, tokenizer, recipe)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -1,21 +1,25 @@
-"""What bf16 does to the sampled policy and to the credit, measured on any model.
+"""Measures what bf16 does to the sampled policy and to the credit, on any model.
 
     python results/precision.py                     # the embedded policy in bf16, a minute
     python results/precision.py --updates 10 --write smollm2 -- --model_name_or_path ~/smollm2 \\
         --dataset_name sums.jsonl --max_completion_length 32 --learning_rate 1e-5
 
-Flags after `--` are grpo_arca.py's. A policy in bf16 takes updates by plain GRPO; then, for the
-completions of one more rollout, against the same adapter on the same NF4 weights in fp32:
+Flags after `--` are grpo_arca.py's. A policy in bf16 takes updates by plain GRPO. Then the
+completions of one more rollout are looked at, and the same adapter on the same NF4 weights in fp32
+is what everything is compared with:
 
-    rollout   change of the log-probs by the adapter, shrunk to several sizes: slope and correlation
-              of one change on another. `dense` is what rollouts compute with (the adapter beside a
-              dense base), `merged` what they would with the adapter merged into bf16 weights: with
-              activations in fp32, so that only the weights' rounding shows, against the exact
-              change; and with all in bf16 against the training forward's, which is to be the same
-    credit    rank correlation (Spearman) over a completion's tokens of ARCA's and OAR-G's scores
-              with the same in fp32, mean and worst completion, and seconds. The scripts compute
-              ARCA's and OAR-G's in fp32 and OAR-P's in --dtype. TF32, which a GPU could use for
-              fp32 products and by default does not, is emulated
+    rollout   the change of the log-probs by the adapter, shrunk to several sizes: slope and
+              correlation of one change on another. `dense` is what rollouts compute with (the
+              adapter beside a dense base), `merged` what they would with the adapter merged into
+              bf16 weights. One comparison has activations in fp32, so that only the rounding of the
+              weights shows, against the exact change. The others have everything in bf16, against
+              the training forward's change, which is to be the same
+    credit    Spearman's rank correlation over a completion's tokens of ARCA's and OAR-G's scores
+              with the same in fp32, its mean and its worst completion, and seconds. The scripts
+              compute ARCA's and OAR-G's in fp32 and OAR-P's in --dtype. TF32, which a GPU could use
+              for fp32 products and by default does not, is emulated
+
+With --write NAME the table goes to results/data/precision/NAME.csv, too.
 """
 
 import argparse
@@ -24,9 +28,12 @@ import csv
 import functools
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -41,158 +48,241 @@ import grpo_arca
 import grpo_oar
 from common.data import load_data
 
-SIZES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
+SIZES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003)  # of the adapter's effect
+SCORED = ((grpo_arca, "arca"), (grpo_oar, "oar_g"), (grpo_oar, "oar_p"))
+REPEATS = 3
+
+Patch = Callable[[Any], AbstractContextManager]  # changes a model within a `with` block
 
 
-def train(flags: list[str], updates: int) -> tuple:
-    """A run after so many updates, and the micro-batches of its next rollout."""
+def train(flags: list[str], updates: int) -> tuple[grpo_arca.Run, list[grpo_arca.Batch]]:
+    """Returns a run after so many updates, and the micro-batches of its next rollout."""
     defaults = ["--dtype", "bfloat16", "--max_steps", "1000", "--credit", "uniform"]
     args = grpo_arca.parse_args([*defaults, *flags])
-    tokenizer, data, _ = load_data(args)
+    tokenizer, train_set, _ = load_data(args)
     run = grpo_arca.build_run(args, tokenizer)
-    for run.rollout in range(updates + 1):
-        batch = grpo_arca.collect(run, data, {"seconds_rollout": 1.0})
-        if run.rollout == updates:  # all of its completions, whatever they earned
-            batch.advantages = torch.ones_like(batch.advantages)
+    for done in range(updates):
+        run.rollout = done
+        batch = grpo_arca.collect(run, train_set, {})
         (micros,) = grpo_arca.micro_batches(args, batch)
         grpo_arca.score(run, batch, micros, {})
-        if run.rollout < updates:
-            grpo_arca.update(run, micros)
-            print(f"update {run.rollout + 1}/{updates}", file=sys.stderr, flush=True)
+        grpo_arca.update(run, micros)
+        print(f"update {done + 1}/{updates}", file=sys.stderr, flush=True)
+
+    run.rollout = updates
+    batch = grpo_arca.collect(run, train_set, {})
+    batch.advantages = torch.ones_like(batch.advantages)  # all completions, whatever they earned
+    (micros,) = grpo_arca.micro_batches(args, batch)
+    grpo_arca.score(run, batch, micros, {})
     return run, micros
 
 
 # ---- The policy that samples ---------------------------------------------------------------------
 @contextlib.contextmanager
-def scaled(model, size: float):
-    """Inside it the adapter's effect is `size` times as large."""
-    layers = [m for m in model.modules() if hasattr(m, "get_delta_weight")]
-    before = [layer.scaling["default"] for layer in layers]
-    for layer, scale in zip(layers, before, strict=True):
-        layer.scaling["default"] = size * scale
-    yield
-    for layer, scale in zip(layers, before, strict=True):
-        layer.scaling["default"] = scale
+def scaled(model: Any, size: float) -> Iterator[None]:
+    """Makes the adapter's effect `size` times as large."""
+    layers = [module for module in model.modules() if hasattr(module, "get_delta_weight")]
+    scales: list[float] = [layer.scaling["default"] for layer in layers]
+    try:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling["default"] = size * scale
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling["default"] = scale
 
 
 @contextlib.contextmanager
-def merged(model):
-    """The adapter merged into bf16 weights, as rollouts once had it."""
-    layers = [m for m in model.modules() if hasattr(m, "get_delta_weight")]
-    for layer in layers:
-        base, delta = layer.base_layer, layer.get_delta_weight("default")
-        weight = (dequantize_bnb_weight(base.weight).bfloat16() + delta).bfloat16()
-        weight = weight.to(base.compute_dtype)
-        layer.forward = functools.partial(F.linear, weight=weight, bias=base.bias)
-    yield
-    for layer in layers:
-        del layer.forward
+def with_weights(weights: dict[Any, Tensor], biases: dict[Any, Tensor | None]) -> Iterator[None]:
+    """Makes these layers compute with these weights."""
+    try:
+        for layer, weight in weights.items():
+            layer.forward = functools.partial(F.linear, weight=weight, bias=biases[layer])
+        yield
+    finally:
+        for layer in weights:
+            del layer.forward
 
 
-@contextlib.contextmanager
-def rounded(model):
-    """A dense base of bf16 weights with the adapter beside it, as rollouts have it."""
-    layers = [m for m in model.modules() if hasattr(m, "compute_dtype")]
-    for layer in layers:
-        weight = dequantize_bnb_weight(layer.weight).bfloat16().to(layer.compute_dtype)
-        layer.forward = functools.partial(F.linear, weight=weight, bias=layer.bias)
-    yield
-    for layer in layers:
-        del layer.forward
+def merged(model: Any) -> AbstractContextManager:
+    """Merges the adapter into bf16 weights, as rollouts once had it."""
+    weights: dict[Any, Tensor] = {}
+    biases = {}
+    for layer in model.modules():
+        if hasattr(layer, "get_delta_weight"):
+            base = layer.base_layer
+            delta = layer.get_delta_weight("default")
+            weight = (dequantize_bnb_weight(base.weight).bfloat16() + delta).bfloat16()
+            weights[layer] = weight.to(base.compute_dtype)
+            biases[layer] = base.bias
+    return with_weights(weights, biases)
+
+
+def rounded(model: Any) -> AbstractContextManager:
+    """Puts a dense base of bf16 weights beside the adapter, as rollouts have it."""
+    weights: dict[Any, Tensor] = {}
+    biases = {}
+    for layer in model.modules():
+        if hasattr(layer, "compute_dtype"):  # NF4
+            weight = dequantize_bnb_weight(layer.weight).bfloat16()
+            weights[layer] = weight.to(layer.compute_dtype)
+            biases[layer] = layer.bias
+    return with_weights(weights, biases)
+
+
+def unchanged(model: Any) -> AbstractContextManager:
+    """Leaves the model as it is."""
+    return contextlib.nullcontext()
+
+
+def changes(model: Any, policy: Any, micro: grpo_arca.Batch, patch: Patch) -> list[Tensor]:
+    """Returns the adapter's change of the log-probs of all tokens [n], for each of SIZES."""
+    logps = []
+    for size in (0.0, *SIZES):
+        with scaled(model, size), patch(model):
+            logp, _ = policy(micro)
+            logps.append(logp[micro.mask].double())
+    return [logp - logps[0] for logp in logps[1:]]
 
 
 @torch.no_grad()
-def rollout_rows(run, micro) -> list[dict]:
-    """Slope and correlation of the change of log-probs by the adapter, for each way and size."""
-    model, found = run.model, []
-
-    def changes(policy, way) -> list[Tensor]:
-        logps = []
-        for size in (0.0, *SIZES):
-            with scaled(model, size), way(model):
-                logps.append(policy(micro)[0][micro.mask].double())
-        return [logp - logps[0] for logp in logps[1:]]
-
+def rollout_rows(run: grpo_arca.Run, micro: grpo_arca.Batch) -> list[dict[str, Any]]:
+    """Returns slope and correlation of one change of log-probs on another, for each size."""
+    model = run.model
     with grpo_arca.in_fp32(run) as policy:
-        exact, weights = changes(policy, rounded), changes(policy, merged)
-    trained = changes(run.policy, lambda _: contextlib.nullcontext())
-    ways = {"weights in bf16, merged: of the exact change": (exact, weights)}
-    ways["all in bf16, the training forward: of the exact change"] = (exact, trained)
-    for name, way in {"dense": grpo_arca.dense, "merged": merged}.items():
-        pair = (trained, changes(run.policy, way))
-        ways[f"all in bf16, {name}: of the training forward's change"] = pair
-    for name, pairs in ways.items():
-        for size, true, change in zip(SIZES, *pairs, strict=True):
+        exact = changes(model, policy, micro, rounded)
+        exact_merged = changes(model, policy, micro, merged)
+    trained = changes(model, run.policy, micro, unchanged)
+    dense = changes(model, run.policy, micro, grpo_arca.dense)
+    all_merged = changes(model, run.policy, micro, merged)
+    pairs = {
+        "weights in bf16, merged: of the exact change": (exact, exact_merged),
+        "all in bf16, the training forward: of the exact change": (exact, trained),
+        "all in bf16, dense: of the training forward's change": (trained, dense),
+        "all in bf16, merged: of the training forward's change": (trained, all_merged),
+    }
+    rows = []
+    for what, (wanted, found) in pairs.items():
+        for size, true, change in zip(SIZES, wanted, found, strict=True):
             slope = (true * change).sum() / (true * true).sum()
-            alike = torch.corrcoef(torch.stack([true, change]))[0, 1]
-            found.append({"what": name, "size": size, "slope": slope.item()})
-            found[-1] |= {"correlation": alike.item(), "change": true.abs().mean().item()}
-    return found
+            correlation = torch.corrcoef(torch.stack([true, change]))[0, 1]
+            row = {"what": what, "size": size, "slope": slope.item()}
+            row |= {"correlation": correlation.item(), "change": true.abs().mean().item()}
+            rows.append(row)
+    return rows
 
 
 # ---- The credit ----------------------------------------------------------------------------------
 def spearman(a: Tensor, b: Tensor) -> float:
-    """Rank correlation of two [n]."""
+    """Returns the rank correlation of two tensors [n]."""
     ranks = [x.argsort().argsort().double() - (len(x) - 1) / 2 for x in (a, b)]
     return ((ranks[0] * ranks[1]).sum() / ranks[0].square().sum()).item()
 
 
 def tf32(x: Tensor) -> Tensor:
-    """fp32 rounded to the 10 bits after the point that a GPU's tensor cores read."""
+    """Rounds fp32 to the 10 bits after the point that a GPU's tensor cores read."""
     return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 @contextlib.contextmanager
-def products_in_tf32():
-    """Linear layers read their inputs as tensor cores would; NF4 layers' weights are exact."""
+def products_in_tf32() -> Iterator[None]:
+    """Makes NF4 layers read their inputs as tensor cores would. Their weights are exact."""
     from bitsandbytes.nn import Linear4bit
 
-    before = Linear4bit.forward
-    Linear4bit.forward = lambda layer, x: before(layer, tf32(x))
-    yield
-    Linear4bit.forward = before
+    original = Linear4bit.forward
+
+    def forward(layer: Linear4bit, x: Tensor) -> Tensor:
+        return original(layer, tf32(x))
+
+    try:
+        Linear4bit.forward = forward
+        yield
+    finally:
+        Linear4bit.forward = original
 
 
 @contextlib.contextmanager
-def scored_in(module, run, way: str):
-    """A run whose module scores in fp32, in fp32 with products in TF32, or in bf16."""
-    in_fp32, dense = module.in_fp32, module.dense
-    plain = SimpleNamespace(autocast=contextlib.nullcontext, device=run.accelerator.device)
-    with contextlib.ExitStack() as inside:
-        if way == "bf16":
-            module.in_fp32 = lambda run: contextlib.nullcontext(run.policy)
-            inside.enter_context(run.accelerator.autocast())
+def scored_in(module: ModuleType, run: grpo_arca.Run, precision: str) -> Iterator[Any]:
+    """Yields a run whose module scores in fp32, in fp32 with products in TF32, or in bf16."""
+    originals = {"in_fp32": module.in_fp32, "dense": module.dense}
+    substitutes: dict[str, Callable]
+    scoring_run: Any
+
+    def stay_in_bf16(run: grpo_arca.Run) -> AbstractContextManager:
+        return contextlib.nullcontext(run.policy)
+
+    with contextlib.ExitStack() as stack:
+        if precision == "bf16":
+            stack.enter_context(run.accelerator.autocast())
+            substitutes = {"in_fp32": stay_in_bf16}
+            scoring_run = run
         else:
-            policy = inside.enter_context(in_fp32(run))
-            module.in_fp32 = lambda run: contextlib.nullcontext(policy)
-            module.dense, run = lambda _: contextlib.nullcontext(), replace(run, accelerator=plain)
-        if way == "tf32":
-            inside.enter_context(products_in_tf32())
-        yield run
-    module.in_fp32, module.dense = in_fp32, dense
+            policy = stack.enter_context(originals["in_fp32"](run))
+
+            def already_in_fp32(run: grpo_arca.Run) -> AbstractContextManager:
+                return contextlib.nullcontext(policy)
+
+            # Neither autocasting nor the dense copy in bf16 may bring bf16 back.
+            substitutes = {"in_fp32": already_in_fp32, "dense": unchanged}
+            accelerator: Any = SimpleNamespace(
+                autocast=contextlib.nullcontext, device=run.accelerator.device
+            )
+            scoring_run = replace(run, accelerator=accelerator)
+        if precision == "tf32":
+            stack.enter_context(products_in_tf32())
+        try:
+            for name, substitute in substitutes.items():
+                setattr(module, name, substitute)
+            yield scoring_run
+        finally:
+            for name, original in originals.items():
+                setattr(module, name, original)
 
 
 @torch.no_grad()
-def credit_rows(run, micro, flags: list[str]) -> list[dict]:
-    """Ranks against fp32, and seconds, in turn; of the fastest of three."""
-    found = []
-    for module, credit in ((grpo_arca, "arca"), (grpo_oar, "oar_g"), (grpo_oar, "oar_p")):
+def credit_rows(
+    run: grpo_arca.Run, micro: grpo_arca.Batch, flags: list[str]
+) -> list[dict[str, Any]]:
+    """Returns ranks against fp32, and seconds: the fastest of three, taken in turn."""
+    rows = []
+    for module, credit in SCORED:
         args = module.parse_args(["--dtype", "bfloat16", *flags, "--credit", credit])
-        scores, seconds = {}, {}
-        for name in ("fp32", "tf32", "bf16") * 3:
-            with scored_in(module, replace(run, args=args), name) as here:
+        scores: dict[str, Tensor] = {}
+        seconds: dict[str, float] = {}
+        for precision in ("fp32", "tf32", "bf16") * REPEATS:
+            with scored_in(module, replace(run, args=args), precision) as scoring_run:
                 began = time.perf_counter()
-                scores[name] = module.token_scores(here, replace(micro), {}).float()
-                scores[name].sum().item()  # a GPU's work is done
+                made = module.token_scores(scoring_run, replace(micro), {}).float()
+                made.sum().item()  # waits until a GPU is done
                 took = time.perf_counter() - began
-            seconds[name] = min(took, seconds.get(name, took))
-        for name, made in scores.items():
-            used = micro.mask & (scores["fp32"] >= 0)
-            pairs = zip(scores["fp32"], made, used, strict=True)
-            ranks = [spearman(a[x], b[x]) for a, b, x in pairs if x.sum() > 3]
-            row = {"what": f"{credit} in {name}", "rank": sum(ranks) / len(ranks)}
-            found.append(row | {"worst": min(ranks), "seconds": seconds[name]})
-    return found
+            scores[precision] = made
+            seconds[precision] = min(took, seconds.get(precision, took))
+        for precision, made in scores.items():
+            exact = scores["fp32"]
+            is_scored = micro.mask & (exact >= 0)
+            ranks = [
+                spearman(a[scored], b[scored])
+                for a, b, scored in zip(exact, made, is_scored, strict=True)
+                if scored.sum() > 3
+            ]
+            row = {"what": f"{credit} in {precision}", "rank": sum(ranks) / len(ranks)}
+            rows.append(row | {"worst": min(ranks), "seconds": seconds[precision]})
+    return rows
+
+
+# ---- Command line --------------------------------------------------------------------------------
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes rows as .csv, their floats with four digits."""
+    names: dict[str, None] = {}  # an ordered set
+    for row in rows:
+        names |= dict.fromkeys(row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        lines = csv.DictWriter(file, list(names))
+        lines.writeheader()
+        for row in rows:
+            shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
+            lines.writerow(shown)
 
 
 def main() -> None:
@@ -200,23 +290,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--updates", type=int, default=10)
-    parser.add_argument("--write", help="results/data/precision_<this>.csv")
+    parser.add_argument("--write", help="results/data/precision/<this>.csv")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    options, flags = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    options = parser.parse_args(sys.argv[1:split])
+    flags = sys.argv[split + 1 :]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
     run, micros = train(flags, options.updates)
     rows = rollout_rows(run, micros[0]) + credit_rows(run, micros[0], flags)
     for row in rows:
-        print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else v for k, v in row.items()))
+        cells = [f"{k} {x:.3g}" if isinstance(x, float) else str(x) for k, x in row.items()]
+        print("  ".join(cells))
     if options.write:
-        with open(ROOT / f"results/data/precision_{options.write}.csv", "w", newline="") as file:
-            keys = {key: None for row in rows for key in row}
-            writer = csv.DictWriter(file, list(keys))
-            writer.writeheader()
-            for row in rows:
-                row = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
-                writer.writerow(row)
+        write(ROOT / f"results/data/precision/{options.write}.csv", rows)
 
 
 if __name__ == "__main__":

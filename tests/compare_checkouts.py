@@ -22,11 +22,32 @@ sys.path.insert(0, str(ROOT))
 
 SCRIPTS = ("grpo_arca", "grpo_oar", "grpo_strace")
 # Two passes over a rollout of two updates, with a KL term: the most that the loop can be asked for.
-FLAGS = (
-    "--max_steps 5 --num_iterations 2 --steps_per_generation 4 --gradient_accumulation_steps 2 "
-    "--per_device_train_batch_size 16 --beta 0.01 --lora_dropout 0.05 --eval_steps 0 "
-    "--max_eval_samples 16 --num_generations_eval 2 --save_steps 0 --warmup_steps 0"
-).split()
+FLAGS = [
+    "--max_steps",
+    "5",
+    "--num_iterations",
+    "2",
+    "--steps_per_generation",
+    "4",
+    "--gradient_accumulation_steps",
+    "2",
+    "--per_device_train_batch_size",
+    "16",
+    "--beta",
+    "0.01",
+    "--lora_dropout",
+    "0.05",
+    "--eval_steps",
+    "0",
+    "--max_eval_samples",
+    "16",
+    "--num_generations_eval",
+    "2",
+    "--save_steps",
+    "0",
+    "--warmup_steps",
+    "0",
+]
 VARYING = ("seconds", "tokens_per_second", "peak_memory_gb")  # beginnings of names
 
 

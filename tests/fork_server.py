@@ -2,12 +2,19 @@
 
     python tests/fork_server.py CASES.json JOBS
 
-CASES.json is a list of {"folder", "script", "argv"}. Each case runs as the command would, with the
-folder as working directory; there it leaves stdout.txt, stderr.txt and code.txt, the exit code, or
-"timeout". A case with "signal" gets that signal, "times" of it, "after" seconds after the path
-"when" is there (a file: with "lines" lines). One that "needs" a folder starts when that one's case
-has ended. Imports cost six seconds and a run of two tiny steps
-about three, so that a process for each would spend most of its time on imports.
+CASES.json is a list of {"folder", "script", "argv"}. Each case runs as the command would, in its
+folder, where it leaves stdout.txt, stderr.txt and code.txt: the exit code, or "timeout". Cases may
+have further keys:
+
+    "signal"   the number of a signal that is sent to the case, together with
+    "when"     a path in the folder: the signal is sent once it exists ...
+    "lines"    ... and has so many lines ...
+    "after"    ... and so many seconds have passed since then
+    "times"    how often it is sent; default 1
+    "needs"    the folder of another case, after whose end this one starts
+
+Imports take six seconds and a run of two tiny steps about three, so a process for each case would
+spend most of its time on imports.
 """
 
 import atexit
@@ -23,8 +30,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers' loader has threads
 
-import datasets  # noqa: F401  (what runs import late, imported before they fork)
-import matplotlib.backends.backend_agg  # noqa: F401
+import datasets  # noqa: F401  (runs import these late, so they are imported before the forks)
+import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
 import peft.tuners.lora.bnb  # noqa: F401
 import torch
@@ -75,9 +82,9 @@ def fork(case: dict) -> int:
 def stop(pid: int, case: dict) -> None:
     """Sends the case's signal if it is time."""
     path = Path(case["folder"]) / case["when"]
-    if not path.exists() or (
-        path.is_file() and path.read_text().count("\n") < case.get("lines", 0)
-    ):
+    if not path.exists():
+        return
+    if path.is_file() and path.read_text().count("\n") < case.get("lines", 0):
         return
     due = case.setdefault("due", time.monotonic() + case.get("after", 0))
     if time.monotonic() >= due:
@@ -120,13 +127,14 @@ def load_once() -> None:
 
 
 def main() -> None:
-    cases, jobs = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    jobs = int(sys.argv[2])
     torch.set_num_threads(1)
     load_once()
-    # A fork has none of its parent's threads, and would wait for them for ever. Arrow's allocator
-    # knows: it starts its own anew.
-    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    threads.remove("jemalloc_bg_thd") if "jemalloc_bg_thd" in threads else None
+    # A fork has none of its parent's threads and would wait for them forever. Only the thread of
+    # Arrow's allocator is started again in a fork.
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    threads = [name for name in names if name != "jemalloc_bg_thd"]
     assert len(threads) == 1, f"threads before the first fork: {threads}"
     running: dict[int, tuple[dict, float]] = {}
     while cases or running:

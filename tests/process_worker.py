@@ -1,12 +1,12 @@
-"""One rank of test_processes.py: the same updates, split over processes and micro-batches in turn.
+"""One process of test_processes.py: the same updates, split over processes and micro-batches.
 
     accelerate launch --multi_gpu --num_processes 2 tests/process_worker.py all|small FILE [FIRST]
 
-A start takes ten seconds, so one start does every script, credit and loss type. The main process
-writes to FILE, for each split and case, what `Record` holds. The steps are the trainer's own:
-`collect`, `score`, `update`. Every update begins at the parameters that it began at in the first
-split, which FIRST is the file of: what is compared is one update, not how far rounding of the ones
-before it has led.
+A start takes ten seconds, so one start does every script, credit method and loss type. The main
+process writes to FILE what `Record` holds, for each split and case. The steps are the trainer's
+own: `collect`, `score` and `update`. FIRST is the FILE of the first split. Every update starts from
+the parameters from which it started there, so that single updates are compared, and rounding in
+the updates before them does not count.
 """
 
 import hashlib
@@ -52,10 +52,10 @@ CREDITS = {
     "grpo_oar": ("oar_g", "oar_p", "uniform", "random", "shuffled"),
     "grpo_strace": ("s_trace", "p_trace", "gspo", "grpo_lambda", "uniform"),
 }  # fmt: skip
-CUT = ("--max_completion_length", "46", "--mask_truncated_completions", "true")
+TRUNCATED = ("--max_completion_length", "46", "--mask_truncated_completions", "true")
 MORE = (  # paths of the trainer, and of a method, that ask the other processes for something
     Case("grpo_arca", "arca", ("dapo",), ("--beta", "0.1")),
-    Case("grpo_arca", "arca", ("dapo",), CUT),
+    Case("grpo_arca", "arca", ("dapo",), TRUNCATED),
     Case("grpo_arca", "arca", ("grpo",), ("--scale_rewards", "batch")),
     Case("grpo_oar", "oar_g", ("grpo",)),
     Case("grpo_strace", "s_trace", ("grpo",), ("--trace_mask_scope", "batch")),
@@ -129,16 +129,19 @@ def flat(tensors) -> torch.Tensor:
 def rollout_facts(run, batch, metrics: dict[str, float]) -> tuple:
     """The first fields of a `Record`, which no split may change."""
     gather = run.accelerator.gather
-    mine = [ids[real].tolist() for ids, real in zip(batch.ids, batch.attention)]
-    samples = grpo_arca.gather_object(mine)  # in the order of the rows of all processes
-    order, numbers = gather(batch.rows).argsort(), (batch.rewards, batch.advantages)
+    own = [ids[real].tolist() for ids, real in zip(batch.ids, batch.attention, strict=True)]
+    samples = grpo_arca.gather_object(own)  # process by process
+    order = gather(batch.rows).argsort()
+    rewards = gather(batch.rewards)[order]
+    advantages = gather(batch.advantages)[order]
     metrics |= rollout_metrics(run, batch, seconds=1.0)
-    return [samples[i] for i in order], *(gather(x)[order].clone() for x in numbers), metrics
+    return [samples[i] for i in order], rewards, advantages, metrics
 
 
 def run_updates(run, module, parts, record: Record, first: dict | None) -> None:
     """One update on each of `parts`, watched, from where those of `first` began."""
-    accelerator, clip = run.accelerator, run.accelerator.clip_grad_norm_
+    accelerator = run.accelerator
+    clip = accelerator.clip_grad_norm_
     trained = [p for p in run.model.parameters() if p.requires_grad]
 
     def watch(parameters, limit):
@@ -157,25 +160,32 @@ def run_updates(run, module, parts, record: Record, first: dict | None) -> None:
 
 
 def run_case(run, case: Case, start: torch.Tensor, split: tuple[int, int], first: dict):
-    """One rollout of the adapter `start`, and from there its updates with each loss type: a record
-    by name of each. `first` are those of the first split.
+    """Samples a rollout with the adapter `start`, and updates that on it with each loss type.
 
-    In two iterations, on half of the rollout each time; with several loss types on the first half.
+    Returns a record for each loss type, by its name. `first` holds those of the first split. With
+    one loss type, the updates are two, on half of the rollout each, in two iterations; with several
+    loss types, they are one, on the first half.
     """
-    module, records = MODULES[case.script], {}
+    module = MODULES[case.script]
     trained = [p for p in run.model.parameters() if p.requires_grad]
     torch.nn.utils.vector_to_parameters(start.clone(), trained)
-    run, metrics = replace(run, args=make_args(case, case.losses[0], *split)), {}
+    run = replace(run, args=make_args(case, case.losses[0], *split))
+    metrics: dict[str, float] = {}
     batch = module.collect(run, task(run.tokenizer, run.args.seed), metrics)
     parts = module.micro_batches(run.args, batch)
     module.score(run, batch, [micro for part in parts for micro in part], metrics)
-    facts, parts = rollout_facts(run, batch, metrics), parts[: 1 if len(case.losses) > 1 else 2]
+    facts = rollout_facts(run, batch, metrics)
+    if len(case.losses) > 1:
+        parts = parts[:1]
+
+    records = {}
     for loss in case.losses:
         torch.nn.utils.vector_to_parameters(start.clone(), trained)
-        records[case.name(loss)] = record = Record(*facts)
-        again, other = parts * run.args.num_iterations, first.get(case.name(loss))
+        name = case.name(loss)
+        records[name] = Record(*facts)
         run = replace(run, args=make_args(case, loss, *split))
-        run_updates(run, module, again, record, other)
+        updates = parts * run.args.num_iterations
+        run_updates(run, module, updates, records[name], first.get(name))
     return records
 
 
@@ -184,22 +194,24 @@ def main() -> None:
     os.chdir(ROOT)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    splits = SPLITS if which == "all" else FEW_SPLITS
     results: dict[str, dict[str, dict]] = {}
     known = torch.load(first[0]) if first else results
     for script in MODULES:
         run = build(script, load_in_4bit=which != "all")  # 4 bits take half as long again
         start = flat(p for p in run.model.parameters() if p.requires_grad)
         processes = run.accelerator.num_processes
-        for split in (SPLITS if which == "all" else FEW_SPLITS)[processes]:
+        cases = [case for case in CASES[which] if case.script == script]
+        for split in splits[processes]:
             name = "{} x {} x {}".format(processes, *split)
-            for case in CASES[which]:
-                if case.script == script:
-                    records = run_case(run, case, start, split, next(iter(known.values()), {}))
-                    results.setdefault(name, {}).update({k: vars(r) for k, r in records.items()})
+            for case in cases:
+                records = run_case(run, case, start, split, next(iter(known.values()), {}))
+                by_name = {key: vars(record) for key, record in records.items()}
+                results.setdefault(name, {}).update(by_name)
     if run.accelerator.is_main_process:
         torch.save(results, path)
     run.accelerator.wait_for_everyone()
-    os._exit(0)  # gloo's threads have been seen to hang in their destructors
+    os._exit(0)  # gloo's threads may hang in their destructors
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ def prompts_of(run, count: int = 4) -> list[list[int]]:
     return [run.tokenizer(texts[i % 3] + " " * (i % 2)).input_ids for i in range(count)]
 
 
-def sample(run, prompts: list[list[int]], uniforms: torch.Tensor, greedy: bool = False):
+def sample(run, prompts: list[list[int]], uniforms: torch.Tensor, is_greedy: bool = False):
     """Returns a completion of each prompt, as rows 0, 1, 2, ... of a rollout."""
-    return grpo_arca.sample(run, torch.arange(len(prompts)), prompts, uniforms, greedy)
+    return grpo_arca.sample(run, torch.arange(len(prompts)), prompts, uniforms, is_greedy)
 
 
 def texts_of(run, batch) -> list[str]:
@@ -180,7 +180,7 @@ def trl_loss(args, batch, logp, old_logp, level="token", advantages=None, genera
 # ---- Data ----------------------------------------------------------------------------------------
 @functools.cache
 def embedded_data(*flags: tuple[str, object], load=grpo_arca.load_data):
-    """Returns `load_data` of the embedded task: 4,096 problems and prompts, which nobody changes."""
+    """Returns `load_data` of the embedded task: 4,096 problems, which no test changes."""
     return load(grpo_arca.Args(**dict(flags)))
 
 
@@ -193,6 +193,33 @@ def load_data_once(args, load=grpo_arca.load_data):
         "dataset_config", "system_prompt", "chat_template_kwargs",
     )  # fmt: skip
     return embedded_data(*((name, getattr(args, name)) for name in names))
+
+
+# ---- What is said to the user --------------------------------------------------------------------
+def one_sentence(stderr: str, script: str = "grpo_arca") -> str:
+    """Returns what a refused run printed, which must be one line that names the script."""
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith(f"{script}.py: error: ")
+    assert len(lines[0]) <= grpo_arca.MAX_MESSAGE_LENGTH and "  " not in lines[0]
+    return lines[0]
+
+
+def refusal(act, capture, script: str = "grpo_arca") -> str:
+    """Returns the one sentence with which act() refuses. `capture` is pytest's capsys or capfd."""
+    capture.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        act()
+    out, err = capture.readouterr()
+    assert stopped.value.code == 2 and out == ""
+    return one_sentence(err, script)
+
+
+def error_line(stderr: str) -> str:
+    """Returns the one error among the lines of a run that had begun."""
+    errors = [line for line in stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1 and "Traceback" not in stderr, stderr
+    return errors[0]
 
 
 # ---- Runs in forks, and what they leave ----------------------------------------------------------

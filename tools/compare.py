@@ -1,8 +1,8 @@
 """Draws runs side by side: reward in training, and held-out accuracy at the end.
 
-    python results/compare.py runs/*                   # your runs, into ./compare.png
-    python results/compare.py runs/* --output a.pdf
-    python results/compare.py                          # data/*.json, which learning.py writes
+    python tools/compare.py runs/*                     # your runs, into ./compare.png
+    python tools/compare.py runs/* --output a.pdf
+    python tools/compare.py                            # results/data/default_runs/*.json
 
 Runs that differ in the seed alone (or in where they write and on what they run) are one group.
 Left, the mean reward of a group's runs, smoothed, and the range of single runs. Right, held-out
@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-FOLDER = Path(__file__).resolve().parent / "data"
+FOLDER = Path(__file__).resolve().parents[1] / "results/data/default_runs"
 MEASURED = {  # results/data/<file>.json -> its label, in this order
     "grpo_arca-uniform": "uniform (GRPO)",
     "grpo_arca-default": "arca",
@@ -117,7 +117,7 @@ def groups_of(folders: list[Path]) -> dict[str, list[Run]]:
 
 
 def measured() -> dict[str, list[Run]]:
-    """The groups of results/data/*.json."""
+    """The groups of results/data/default_runs/*.json."""
     found = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
     groups = {}
     for stem in sorted(found, key=lambda stem: [*MEASURED, stem].index(stem)):

@@ -1,4 +1,4 @@
-"""What breaks in the middle of a run: numbers, memory, disk, tracker, reward workers, listeners."""
+"""What breaks in a run: numbers, memory, trackers, rewards, disks, and a terminal that closes."""
 
 import contextlib
 import json
@@ -16,6 +16,7 @@ import torch
 from support import (
     ROOT,
     TINY_RUN,
+    error_line,
     fork_case,
     outcome,
     random_batch,
@@ -27,9 +28,7 @@ from support import (
 import grpo_arca as trainer
 
 
-# --------------------------------------------------------------------------------------------------
-# Numbers
-# --------------------------------------------------------------------------------------------------
+# ---- Numbers -------------------------------------------------------------------------------------
 def state_of(run) -> list[torch.Tensor]:
     """All that an update changes."""
     moments = [x for state in run.optimizer.state_dict()["state"].values() for x in state.values()]
@@ -38,18 +37,23 @@ def state_of(run) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_an_update_that_is_not_finite_is_skipped(make_run, monkeypatch, where):
-    run, batch, inner = make_run(), random_batch(), trainer.policy_loss
+    run = make_run()
+    batch = random_batch()
+    policy_loss = trainer.policy_loss
 
-    def broken(*inputs):
-        loss, clipped = inner(*inputs)
-        return (loss * torch.nan if where == "loss" else loss + (loss - loss).sqrt()), clipped
+    def broken_loss(*inputs):
+        loss, clipped = policy_loss(*inputs)
+        if where == "loss":
+            return loss * torch.nan, clipped
+        return loss + (loss - loss).sqrt(), clipped  # the derivative of sqrt at 0 is infinite
 
     trainer.update(run, [batch])  # so that there are moments to spoil
-    before, rate = state_of(run), run.scheduler.last_epoch
+    before = state_of(run)
+    updates = run.scheduler.last_epoch
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "policy_loss", broken)
+        patch.setattr(trainer, "policy_loss", broken_loss)
         row = trainer.update(run, [batch])
-    assert row["skipped_update"] == run.skipped == 1 and run.scheduler.last_epoch == rate
+    assert row["skipped_update"] == run.skipped == 1 and run.scheduler.last_epoch == updates
     assert all(p.grad is None for p in run.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(run), strict=True))
     row = trainer.update(run, [batch])
@@ -57,13 +61,22 @@ def test_an_update_that_is_not_finite_is_skipped(make_run, monkeypatch, where):
     assert any(not torch.equal(a, b) for a, b in zip(before, state_of(run), strict=True))
 
 
-def test_ten_in_a_row_stop_the_run_with_a_checkpoint(run_main, rows_of, monkeypatch, tmp_path):
-    inner = trainer.policy_loss
-    monkeypatch.setattr(trainer, "policy_loss", lambda *a: (inner(*a)[0] * torch.nan, inner(*a)[1]))
-    monkeypatch.setattr(trainer, "check_model", lambda *_: None)  # or it would not begin
+def test_a_policy_that_becomes_nan_ends_the_run_with_a_checkpoint(
+    run_main, rows_of, monkeypatch, tmp_path
+):
+    """Ten updates in a row are skipped first."""
+    check_model = trainer.check_model
+
+    def check_and_poison(run, prompt):
+        check_model(run, prompt)
+        for name, parameter in run.model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.fill_(torch.nan)
+
+    monkeypatch.setattr(trainer, "check_model", check_and_poison)
     code, _, err = run_main(max_steps=20)
-    assert code == 2 and "Traceback" not in err
-    assert "not finite in 10 updates in a row" in err and "--learning_rate" in err
+    sentence = error_line(err)
+    assert code == 2 and "not finite in 10 updates in a row: lower --learning_rate" in sentence
     assert [row["skipped_update"] for row in rows_of()] == [1] * 10
     assert (tmp_path / "out/checkpoint-10/state.pt").is_file()
 
@@ -80,7 +93,7 @@ def test_ten_in_a_row_stop_the_run_with_a_checkpoint(run_main, rows_of, monkeypa
         (lambda _, micro, __: -1 - micro.entropy, (FloatingPointError, "the loss is not finite")),
     ],
 )
-def test_a_mistake_in_ones_own_credit_method_shows_its_line(run_main, monkeypatch, scores, error):
+def test_a_mistake_in_ones_own_credit_method_shows_its_stack(run_main, monkeypatch, scores, error):
     """Before the first rollout: the embedded policy runs, so it is not the model's."""
     monkeypatch.setattr(trainer, "token_scores", scores)
     with pytest.raises(error[0], match=error[1]):
@@ -92,53 +105,55 @@ def test_tokens_of_nan_logits_are_of_the_vocabulary():
     assert ((token >= 0) & (token < 5)).all()
 
 
-# --------------------------------------------------------------------------------------------------
-# Memory, tracker, rewards
-# --------------------------------------------------------------------------------------------------
+# ---- Memory, tracker, rewards --------------------------------------------------------------------
 OUT_OF_MEMORY = {
     "GPU": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
     "CPU": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"),
+    "CPU by mmap": RuntimeError("[enforce fail at alloc_cpu.cpp:127] not enough memory"),
 }
 
 
 @pytest.mark.parametrize("where", OUT_OF_MEMORY)
 def test_out_of_memory_is_a_sentence_with_three_flags(run_main, rows_of, monkeypatch, where):
-    """And the last checkpoint, if there is one, goes on."""
-    inner = trainer.collect
+    """If there is a checkpoint, it can be resumed."""
+    collect = trainer.collect
 
-    def greedy(run, *inputs):
+    def collect_once(run, *inputs):
         if run.rollout == 1:
             raise OUT_OF_MEMORY[where]
-        return inner(run, *inputs)
+        return collect(run, *inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "collect", greedy)
+        patch.setattr(trainer, "collect", collect_once)
         code, _, err = run_main(save_steps=1)
+    sentence = error_line(err)
     flags = ("--gradient_checkpointing", "--per_device_train_batch_size", "--rollout_weights")
-    said = err[err.index("error: out of memory") :]
-    places = [said.index(name) for name in flags]
-    assert code == 2 and "Traceback" not in err and places == sorted(places), err
+    places = [sentence.index(name) for name in flags]
+    assert code == 2 and "out of memory: in this order, try" in sentence
+    assert places == sorted(places), sentence
     code, _, err = run_main(resume_from_checkpoint="latest")
     assert code == 0 and [row["step"] for row in rows_of()] == [1, 2, 3], err
 
 
-def test_another_error_of_torchs_is_not_taken_for_that(run_main, monkeypatch):
-    def broken(*_):
+def test_another_runtime_error_is_not_taken_for_that(run_main, monkeypatch):
+    def collect(*_):
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(trainer, "collect", broken)
+    monkeypatch.setattr(trainer, "collect", collect)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         run_main()
 
 
-@pytest.mark.parametrize("where", ["load_policy", "check_model"])
-def test_out_of_memory_before_the_first_step(run_main, monkeypatch, where):
-    def greedy(*_, **__):
+@pytest.mark.parametrize("function", ["load_policy", "sample"])
+def test_out_of_memory_before_the_first_step(run_main, monkeypatch, function):
+    """`sample` runs in `check_model`, which must not take this for a fault of the model."""
+
+    def fill_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trainer, "load_policy" if where == "load_policy" else "sample", greedy)
+    monkeypatch.setattr(trainer, function, fill_memory)
     code, _, err = run_main()
-    assert code == 2 and "--gradient_checkpointing" in err and "Traceback" not in err
+    assert code == 2 and "--gradient_checkpointing" in error_line(err)
 
 
 @pytest.mark.parametrize("when", ["start", "log"])
@@ -269,9 +284,7 @@ def test_where_memory_runs_out_the_kernel_kills_a_worker_and_the_run_goes_on(
     assert [row["step"] for row in map(json.loads, rows) if "reward" in row] == [1]
 
 
-# --------------------------------------------------------------------------------------------------
-# Disk
-# --------------------------------------------------------------------------------------------------
+# ---- Disk ----------------------------------------------------------------------------------------
 @pytest.fixture
 def small_disk(tmp_path):
     """A folder on a file system of 3 MiB."""
@@ -295,7 +308,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(make_run, monkeypatc
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(
         OSError,
-        match="save .*-1 .*StreamWriter failed.*the last complete checkpoint is .*checkpoint-0$",
+        match=r"save .*-1 .*StreamWriter failed.*the last complete checkpoint is .*checkpoint-0$",
     ):
         trainer.save_checkpoint(run, None)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-0"]
@@ -309,15 +322,10 @@ def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_is_whole(small_disk, 
         tmp_path, [fork_case(tmp_path / "whole", **flags), fork_case(tmp_path / "full", **full)]
     )
     assert codes == ["0", "2"], stderr_of(tmp_path / "full")
-    said = stderr_of(tmp_path / "full")
-    errors = [line for line in said.splitlines() if "error:" in line]
+    sentence = error_line(stderr_of(tmp_path / "full"))
     left = sorted(path.name for path in (small_disk / "out").glob("*checkpoint-*"))
-    assert (
-        len(errors) == 1
-        and "cannot save" in errors[0]
-        and "the last complete checkpoint is " in errors[0]
-    ), said
-    assert "Traceback" not in said and left and not any("partial" in name for name in left)
+    assert "cannot save" in sentence and "the last complete checkpoint is " in sentence
+    assert left and not any("partial" in name for name in left)
     for name in left:  # what is there is what an undisturbed run wrote
         assert state_file(small_disk / "out" / name) == state_file(tmp_path / "whole/out" / name)
     remount = ["mount", "-o", "remount,size=64M", str(small_disk)]
@@ -328,22 +336,6 @@ def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_is_whole(small_disk, 
     assert all(resumed[name] == whole[name] for name in ("metrics", "adapter", "completions"))
 
 
-# --------------------------------------------------------------------------------------------------
-# What is said on the terminal, and a terminal that does not listen
-# --------------------------------------------------------------------------------------------------
-def test_the_first_lines_say_what_is_trained_on_what(run_main):
-    """And that most completions are cut off, once."""
-    code, _, err = run_main()
-    first = next(line for line in err.splitlines() if line.startswith("grpo_arca.py: "))
-    for words in (
-        "arca credit for ", "tiny_policy (NF4, LoRA of rank 8)", "chain_arithmetic (4096 problems",
-        "2 held out", "2 prompts x 4 completions of at most 8 tokens", "3 updates", "0.004", "out",
-    ):  # fmt: skip
-        assert words in first, first
-    assert code == 0 and err.count("100% of completions are cut off before their end") == 1
-    assert err.count("raise --max_completion_length") == 1
-
-
 def test_a_file_that_may_not_grow_is_a_sentence(run_main):
     """`ulimit -f`, of this process for as long as it takes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -352,7 +344,7 @@ def test_a_file_that_may_not_grow_is_a_sentence(run_main):
         code, _, err = run_main(max_steps=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert code == 2 and "File too large" in err and "Traceback" not in err, err
+    assert code == 2 and "File too large" in error_line(err)
 
 
 @pytest.mark.slow
@@ -360,7 +352,11 @@ def test_nobody_listens_and_files_that_may_not_grow(tmp_path):
     """`| head`, standard error on a full device, `ulimit -f`: a code, and no stack."""
     argv = [f"--{name}={value}" for name, value in (TINY_RUN | {"max_steps": 1}).items()]
     command = [sys.executable, str(ROOT / "grpo_arca.py"), *argv]
-    started, limit = {}, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))
+    started = {}
+
+    def limit_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))
+
     for name in ("head", "full", "ulimit"):
         folder = tmp_path / name
         folder.mkdir()
@@ -371,7 +367,7 @@ def test_nobody_listens_and_files_that_may_not_grow(tmp_path):
                 [*command, "--output_dir", str(folder / "out")],
                 stdout=write if name == "head" else subprocess.DEVNULL,
                 stderr=full if name == "full" else err,
-                preexec_fn=limit if name == "ulimit" else None,
+                preexec_fn=limit_files if name == "ulimit" else None,
             )  # fmt: skip
         os.close(write)
     codes = {name: process.wait(timeout=120) for name, process in started.items()}

@@ -11,14 +11,13 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from accelerate.state import AcceleratorState
-from support import ROOT, SCRIPTS, TINY
+from support import SCRIPTS, TINY, run_forks
 
 import common.report
 from common.data import chain_problems
@@ -218,14 +217,7 @@ def run_all(folder: Path, combinations: list[Combination]) -> list[Path]:
         path.mkdir()
         argv = [fill(word, data) for word in combination.argv()]
         cases.append({"folder": str(path), "script": combination.script, "argv": argv})
-    (folder / "cases.json").write_text(json.dumps(cases))
-    jobs = len(os.sched_getaffinity(0))
-    command = [sys.executable, "tests/fork_server.py", str(folder / "cases.json"), str(jobs)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        environment.pop(name, None)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_forks(folder, cases, jobs=len(os.sched_getaffinity(0)))
     return folders
 
 

@@ -151,11 +151,14 @@ GRID = [
         ("grpo_lambda", {"trace_kernel": "recent"}),
         ("grpo_lambda", {"trace_kernel": "both"}),
         *(
-            ("s_trace", dict(trace_entropy_quantile=q, trace_keep_own=own, trace_mask_scope=scope))
+            (
+                "s_trace",
+                {"trace_entropy_quantile": q, "trace_keep_own": own, "trace_mask_scope": scope},
+            )
             for q, own, scope in itertools.product((0.5, 0.8), (True, False), SCOPES)
         ),
     ]
-] + [dict(credit="gspo"), dict(credit="uniform")]
+] + [{"credit": "gspo"}, {"credit": "uniform"}]
 
 
 def name_of(values: dict) -> str:
@@ -211,7 +214,7 @@ def test_lambda_zero_is_grpo_to_the_bit(credit, normalise, loss_type):
 @pytest.mark.parametrize("scope", SCOPES)
 def test_with_every_token_kept_s_trace_is_p_trace_to_the_bit(scope, own, normalise):
     common = {"trace_lambda": 0.8, "trace_normalize": normalise}
-    sparse = dict(trace_entropy_quantile=0, trace_mask_scope=scope, trace_keep_own=own)
+    sparse = {"trace_entropy_quantile": 0, "trace_mask_scope": scope, "trace_keep_own": own}
     dense = flags(credit="p_trace", **common)
     assert_same_to_the_bit(flags(credit="s_trace", **sparse, **common), dense)
 
@@ -378,7 +381,10 @@ class Storages(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "values",
-    [dict(credit="s_trace", trace_normalize=True), dict(credit="grpo_lambda", trace_kernel="both")],
+    [
+        {"credit": "s_trace", "trace_normalize": True},
+        {"credit": "grpo_lambda", "trace_kernel": "both"},
+    ],
     ids=["s_trace", "both"],
 )
 def test_a_trace_of_4096_tokens_takes_one_square_matrix(values):

@@ -6,15 +6,12 @@ import json
 import sys
 from pathlib import Path
 
+import learning_curves as study
 import numpy as np
 import pytest
+from support import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "results"))
-
-import learning_curves as study
-
-DATA = ROOT / "results/data"
+DATA = ROOT / "results/data/learning_curves"
 
 
 @pytest.fixture
@@ -58,8 +55,7 @@ def test_an_interval_holds_the_mean_as_often_as_it_says(size):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [path.stem.removesuffix("_runs") for path in sorted(DATA.glob("learning_curves*_runs.csv"))],
+    "name", [path.stem.removesuffix("_runs") for path in sorted(DATA.glob("*_runs.csv"))]
 )
 def test_a_published_table_is_the_one_of_its_published_curves(name):
     """Areas and ends again, by hand, of the curves in the file beside the table."""
@@ -80,7 +76,7 @@ def test_a_published_table_is_the_one_of_its_published_curves(name):
 def test_the_study_of_the_language_model_has_its_own_task_and_flags(monkeypatch, tmp_path, capsys):
     for name in ("METHODS", "CONTROL", "REGIMES", "FOLDER", "RATES", "ROLLOUTS"):
         monkeypatch.setattr(study, name, getattr(study, name))  # so that they come back
-    names = ("EVERY", "COMPLETIONS", "HELD_OUT", "SHOWN", "TASK", "MORE")
+    names = ("EVERY", "COMPLETIONS", "HELD_OUT", "SHOWN", "TASK", "MORE_FLAGS")
     for name in (*names, "SWEEP_ROLLOUTS", "SWEEP_SEEDS", "STORED"):
         monkeypatch.setattr(study, name, type(getattr(study, name))(getattr(study, name)))
     words = ["--smollm2", str(tmp_path), "--list", "--stage", "sweep", "--", "--dtype", "bfloat16"]
@@ -98,7 +94,7 @@ def test_the_study_of_the_language_model_has_its_own_task_and_flags(monkeypatch,
     # The published runs need not be run again, and give the published table again.
     monkeypatch.setattr(sys, "argv", ["learning_curves.py", "--go_on", *words])
     study.main()
-    table = list(csv.DictReader((DATA / "learning_curves_smollm2.csv").open()))
+    table = list(csv.DictReader((DATA / "smollm2.csv").open()))
     assert study.plan("sweep", ["SmolLM2"], [row["method"] for row in table]) == []
     rows = {row["method"]: row for row in study.tabulate(["SmolLM2"])[0]}
     assert len(rows) == len(table) >= 5
@@ -194,3 +190,59 @@ def test_the_study_end_to_end(small, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(sys, "argv", [*command, "--seeds", "9", "--list"])
     study.main()
     assert "uniform__GRPO_-0.004-9-curve" in capfd.readouterr().out
+
+
+# ---- The default command -------------------------------------------------------------------------
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """A root with an empty results/data/, where a run notes its command line and is made up."""
+    (tmp_path / "results/data/default_runs").mkdir(parents=True)
+    (tmp_path / "runs").mkdir()
+
+    def run(command: list[str], **_: object) -> None:
+        folder = Path(command[-1])
+        folder.mkdir()
+        phases = ["seconds_rollout", "seconds_score", "seconds_credit", "seconds_update"]
+        row = dict.fromkeys([*phases, "weight_gini", "weight_effn"], 0.5)
+        rows = [{"step": 0, "eval": {"sampled_accuracy": 0.3}}]
+        rows += [row | {"step": step, "reward": 0.01 * step} for step in range(1, 21)]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        accuracy = 0.5 + 0.1 * int(command[-3])  # by the seed
+        figures = {"sampled_accuracy": accuracy, "greedy_accuracy": 0.5}
+        (folder / "summary.json").write_text(json.dumps({"before": figures, "after": figures}))
+        with (tmp_path / "commands.txt").open("a") as file:
+            file.write(" ".join(command[3:]) + "\n")
+
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr(study, "DATA", tmp_path / "results/data")
+    monkeypatch.setattr(study, "MORE_FLAGS", [])
+    monkeypatch.setattr(study.subprocess, "run", run)
+    return tmp_path
+
+
+def do(monkeypatch, line: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["learning_curves.py", *line.split()])
+    study.main()
+
+
+def test_default_runs_print_and_write_only_when_told_to(project, monkeypatch, capsys):
+    flags = "--credit b --seed 9 --lora_target_modules q v"
+    do(monkeypatch, f"--default_run grpo_x.py --seeds 1 2 3 -- {flags}")
+    out = capsys.readouterr().out
+    assert "seed 3: sampled 0.800" in out and "after: 0.700 +- 0.100" in out
+    name = "grpo_x-b-seed-9-lora_target_modules-q-v"
+    assert (project / "commands.txt").read_text().splitlines() == [
+        f"grpo_x.py {flags} --seed {s} --output_dir {project}/runs/{name}-{s}" for s in (1, 2, 3)
+    ]
+    assert list((project / "results/data/default_runs").iterdir()) == []
+
+
+def test_what_is_written_of_default_runs_is_what_compare_draws(project, monkeypatch):
+    do(monkeypatch, "--default_run grpo_arca.py --write --seeds 2 -- --credit uniform")
+    folder = project / "results/data/default_runs"
+    assert [path.name for path in folder.iterdir()] == ["grpo_arca-uniform.json"]
+    compare = importlib.import_module("compare")
+    monkeypatch.setattr(compare, "FOLDER", folder)
+    (run,) = compare.measured()["uniform (GRPO)"]
+    assert run.accuracy == pytest.approx(0.7) and len(run.rewards) == 20
+    assert study.name_of("grpo_arca.py", []) == "grpo_arca-default"

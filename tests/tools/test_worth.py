@@ -1,16 +1,15 @@
-"""results/worth.py: its gradients are those that training makes, and what it says to a mistake."""
+"""tools/worth.py: its gradients are those that training makes, its statistics are those of loops by
+hand, and a mistake ends in a sentence."""
 
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "results"))
-
 import worth
+from support import ROOT
 
 import grpo_arca as trainer
 
@@ -29,7 +28,7 @@ FEW = ("right alone", "s_trace")
 
 
 def trained_gradient(method: str, adapter: Path) -> torch.Tensor:
-    """What a run of the script has in .grad when its optimiser steps on the same rollout."""
+    """What a run of the script has in .grad when its optimizer steps on the same rollout."""
     module, flags = worth.load_method(method)
     args = module.parse_args([*worth.SEED, *SMALL, *flags, "--max_grad_norm", "0"])
     tokenizer, data, _ = worth.load_data(args)
@@ -37,7 +36,8 @@ def trained_gradient(method: str, adapter: Path) -> torch.Tensor:
     state = worth.load_file(adapter / "adapter_model.safetensors")
     worth.set_peft_model_state_dict(run.model, state)
     run.rollout = 3
-    (micros,) = module.micro_batches(args, module.collect(run, data, {}))
+    batch = module.collect(run, data, {})
+    (micros,) = module.micro_batches(args, batch)
     module.score(run, batch, micros, {})
     seen = []
 
@@ -62,7 +62,7 @@ def adapter(make_run, tmp_path) -> Path:
 def test_a_batch_gradient_is_the_one_that_training_would_make(adapter, tmp_path, names):
     chosen = {name: METHODS[name] for name in names}
     methods = chosen | {"uniform": METHODS["uniform"], worth.UNIFORM: worth.UNIFORM}
-    worth.measure((tmp_path / "3.pt", 3, methods, SMALL, str(adapter), 2**30))
+    worth.measure(worth.Job(tmp_path / "3.pt", 3, methods, SMALL, str(adapter), 2**30))
     found = worth.load(tmp_path / "3.pt")
     assert torch.equal(found["uniform"], found[worth.UNIFORM])
     for name, method in chosen.items():
@@ -70,14 +70,15 @@ def test_a_batch_gradient_is_the_one_that_training_would_make(adapter, tmp_path,
         assert exact.norm() > 0 and torch.allclose(found[name], exact, rtol=1e-4, atol=1e-7), name
     assert not torch.allclose(found["uniform"], found["right alone"])
     again = tmp_path / "4.pt"  # some coordinates alone, the same ones of every batch and method
-    worth.measure((again, 3, {name: METHODS[name] for name in FEW}, SMALL, str(adapter), 1000))
+    few = {name: METHODS[name] for name in FEW}
+    worth.measure(worth.Job(again, 3, few, SMALL, str(adapter), 1000))
     places = torch.randperm(len(exact), generator=torch.Generator().manual_seed(0))[:1000]
     for name in FEW:
         assert torch.equal(worth.load(again)[name], found[name][places.sort().values])
 
 
 def test_the_null_is_the_sum_over_every_other_group(adapter, tmp_path):
-    worth.measure((tmp_path / "a", 5, {"half": worth.HALF}, SMALL, str(adapter), 2**30))
+    worth.measure(worth.Job(tmp_path / "a", 5, {"half": worth.HALF}, SMALL, str(adapter), 2**30))
     run, data = worth.prepare(SMALL, str(adapter))
     run.rollout = 5
     batch = trainer.collect(run, data, {})
@@ -88,11 +89,72 @@ def test_the_null_is_the_sum_over_every_other_group(adapter, tmp_path):
     assert torch.allclose(worth.load(tmp_path / "a")["half"], expected, atol=1e-7)
 
 
+# ---- The statistics ------------------------------------------------------------------------------
+def test_pair_means_are_those_of_two_loops():
+    rng = np.random.default_rng(0)
+    own, other = rng.normal(size=(2, 5, 3))
+    weights = np.array([[1, 1, 1, 1, 1], [2, 0, 3, 0, 0]])
+    for row, found in zip(weights, worth.pair_mean(own @ other.T, weights), strict=True):
+        drawn = np.repeat(np.arange(5), row)
+        pairs = [(i, j) for i in drawn for j in drawn if i != j]
+        assert found == pytest.approx(np.mean([own[i] @ other[j] for i, j in pairs]))
+
+
+def made_gradients(count=400, size=300) -> dict[str, np.ndarray]:
+    """Uniform: mean of length 1 and total variance 4. Others by name."""
+    rng, mean = np.random.default_rng(1), np.zeros(size)
+    mean[0] = 1.0
+
+    def noise() -> np.ndarray:
+        return rng.normal(size=(count, size)) * (4 / size) ** 0.5
+
+    turned = np.zeros(size)
+    turned[:2] = 0.6, 0.8
+    return {
+        worth.UNIFORM: mean + noise(),
+        "same": mean + noise(),
+        "half the noise": mean + noise() / 2**0.5,
+        "scaled": 7 * (mean + noise()),
+        "turned": turned + noise(),
+    }
+
+
+def test_worth_bias_and_cosine_of_gradients_made_to_measure():
+    rows = {row["method"]: row for row in worth.figures(made_gradients())}
+    expected = {"same": (1, 1), "half the noise": (2, 1), "scaled": (1, 1), "turned": (1, 0.6)}
+    assert rows[worth.UNIFORM]["snr"] == pytest.approx(0.25, rel=0.1)
+    assert rows[worth.UNIFORM]["worth"] == 1
+    for name, (size, bias) in expected.items():
+        row = rows[name]
+        assert row["worth"] == pytest.approx(size, rel=0.15), name
+        assert row["bias"] == pytest.approx(bias, abs=0.05), name
+        assert row["aligned"] == pytest.approx(size * bias**2, rel=0.15), name
+        assert row["worth_low"] <= size <= row["worth_high"], name
+        assert row["worth_low"] < row["worth"] < row["worth_high"], name
+    # One batch has length sqrt(1 + 4), of which 1 points along the mean.
+    assert rows["same"]["cosine"] == pytest.approx(5**-0.5, abs=0.03)
+
+
+def test_adams_worth_is_that_of_coordinates_of_one_size():
+    """All noise in one coordinate, which has no mean: raw it drowns the rest, scaled it is one of
+    many. And the unit of a coordinate is nothing to Adam."""
+    gradients = made_gradients()
+    loud = gradients["same"].copy()
+    loud[:, 1] *= 200
+    some = {name: gradients[name] for name in (worth.UNIFORM, "same", "scaled")}
+    rows = {row["method"]: row for row in worth.figures(some | {"loud": loud})}
+    assert rows["loud"]["worth"] < 0.05
+    assert rows["loud"]["adam"] == pytest.approx(rows["same"]["adam"], rel=1e-6)
+    assert rows["scaled"]["adam"] == pytest.approx(1, rel=0.15)
+    assert rows[worth.UNIFORM]["adam"] == 1
+
+
+# ---- Command line --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "words, sentence",
     [
         (["nothing.py"], "there is no script nothing.py"),
-        (["results/compare.py"], "has no token_scores"),
+        (["tools/compare.py"], "has no token_scores"),
         (["grpo_arca.py", "--batches", "3"], "four are the least"),
         (["grpo_arca.py", "--", "--num_generations", "128"], "make the number of groups even"),
         (["grpo_arca.py --credit none"], "invalid choice"),
@@ -142,9 +204,9 @@ def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
     own = tmp_path / "my_method.py"
     shutil.copytree(ROOT / "common", tmp_path / "common")
     text = (ROOT / "grpo_arca.py").read_text()
-    line = "return -micro.sampled_logp if"
+    line = "return -micro.sampled_logp\n"
     assert line in text
-    own.write_text(text.replace(line, "return micro.sampled_logp.exp() if"))
+    own.write_text(text.replace(line, "return micro.sampled_logp.exp()\n"))
     command = ["worth.py", f"{own} --credit surprisal", "--batches", "4", "--processes", "2"]
     command += ["--folder", str(tmp_path / "w"), "--output", str(tmp_path / "table.csv")]
     monkeypatch.setattr(sys, "argv", [*command, "--", *SMALL])
@@ -183,7 +245,7 @@ def test_squared_gradients_are_those_of_each_completion_alone(adapter):
 
 def test_how_much_longer_a_gradient_is_below_by_hand():
     one = {"reward": torch.tensor(0.5), "entropy": torch.tensor(0.2)}
-    columns = worth.of_the_policy([one | {"squares": torch.tensor([[2.0, 8.0], [4.0, 2.0]])}] * 3)
+    columns = worth.policy_figures([one | {"squares": torch.tensor([[2.0, 8.0], [4.0, 2.0]])}] * 3)
     assert columns["reward"] == 0.5 and columns["entropy"] == pytest.approx(0.2)
     for end in ("", "_low", "_high"):  # 8 / 2 over 2 / 4
         assert columns["below_over_above" + end] == pytest.approx(8)
@@ -191,11 +253,9 @@ def test_how_much_longer_a_gradient_is_below_by_hand():
 
 def test_a_figure_of_no_signal_is_a_question_mark():
     """Four batches of noise: a mean of no length has no direction."""
-    row = {f"{key}{end}": 1.0 for key in worth.KEYS for end in ("", "_low", "_high")}
+    row = {f"{key}{end}": 1.0 for key in worth.PRINTED_FIGURES for end in ("", "_low", "_high")}
     row |= {"method": "x", "reward": 0.1, "entropy": 0.5, "bias": -1.2e12, "bias_low": -3.4e12}
     row |= dict.fromkeys(("below_over_above", "below_over_above_low", "below_over_above_high"), 1)
     line = worth.report([row, row | {"worth": 0.5}], 4).splitlines()[3]
-    assert (
-        line.split()
-        == "x 1.00 (1.00 - 1.00) 1.00 (1.00 - 1.00) ? (? - 1.00) 1.00 (1.00 - 1.00)".split()
-    )
+    expected = "x 1.00 (1.00 - 1.00) 1.00 (1.00 - 1.00) ? (? - 1.00) 1.00 (1.00 - 1.00)"
+    assert " ".join(line.split()) == expected

@@ -18,9 +18,10 @@ SIZES = (1, 0.3, 0.1, 0.03, 0.01, 0.003)
 
 @pytest.mark.parametrize("weights", ["dense", "quantized"])
 def test_the_policy_that_samples_is_the_one_that_is_trained(make_run, weights):
-    """An adapter that is merged into bf16 weights is rounded away while it is small, as in the first
-    updates. So it is not merged: the change of log-probs that it makes in a rollout has slope and
-    correlation 1 with the change in the training forward. The decode loop does not round more."""
+    """An adapter that is merged into bf16 weights is rounded away while it is small, as it is in
+    the first updates. So it is not merged. The change of log-probs that it makes in a rollout has
+    slope and correlation 1 with the change in the training forward, and the decode loop rounds no
+    more than that."""
     run = make_run(dtype="bfloat16", rollout_weights=weights)
     blocks = {"dense": trainer.dense, "quantized": lambda _: contextlib.nullcontext()}
     for size in SIZES:
@@ -80,8 +81,11 @@ def test_no_split_and_no_dropped_row_turns_the_gradient(make_run, loss_type):
     batch.advantages[2:4], batch.old_logp = 0.0, trainer.NOT_SET
     run = make_run(dtype="bfloat16", loss_type=loss_type, max_grad_norm=0)
     trained = [p for p in run.model.parameters() if p.requires_grad]
-    keep = lambda: gradients.append(torch.cat([p.grad.flatten() for p in trained]).clone())
-    run.optimizer.step = keep
+
+    def keep_gradient():
+        gradients.append(torch.cat([p.grad.flatten() for p in trained]).clone())
+
+    run.optimizer.step = keep_gradient
     ((kept,),) = trainer.micro_batches(run.args, batch)
     for micros in ([batch], [kept], [kept.select(x) for x in torch.arange(6).split(2)]):
         trainer.score(run, batch, micros, {})
@@ -116,23 +120,25 @@ def test_weights_are_those_of_fp32(make_run, module, credit):
 
 @pytest.mark.slow
 def test_the_default_run_learns_in_bf16(run_main, tmp_path):
-    """And its checkpoint goes on to the bit."""
-    out = {"dtype": "bfloat16", "save_steps": 20}
-    out |= {"max_eval_samples": 100, "num_generations_eval": 4}
+    """And a run that is resumed from its checkpoint has the same losses, to the bit."""
+    flags = {"dtype": "bfloat16", "save_steps": 20}
+    flags |= {"max_eval_samples": 100, "num_generations_eval": 4}
     defaults = trainer.parse_args([])
-    for name in ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"):
-        out[name] = getattr(defaults, name)
-    for name in ("num_generations", "max_completion_length", "warmup_steps"):
-        out[name] = getattr(defaults, name)
-    assert run_main(**out)[0] == 0
-    rows = [json.loads(line) for line in open(tmp_path / "out/metrics.jsonl")]
+    names = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
+    names += ("num_generations", "max_completion_length", "warmup_steps")
+    flags |= {name: getattr(defaults, name) for name in names}
+
+    def logged() -> list[dict]:
+        lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    assert run_main(**flags)[0] == 0
+    rows = logged()
     before, after = (rows[i]["eval"]["sampled_accuracy"] for i in (0, -1))
     assert before < 0.4 and after > 0.7
     assert max(row["sampling_gap"] for row in rows if "loss" in row) < 5e-3
     (tmp_path / "out").rename(tmp_path / "whole")
-    again = out | {"resume_from_checkpoint": tmp_path / "whole/checkpoint-40"}
-    assert run_main(**again)[0] == 0
-    resumed = [json.loads(line) for line in open(tmp_path / "out/metrics.jsonl")]
-    assert [row["loss"] for row in resumed if "loss" in row] == [
-        row["loss"] for row in rows if "loss" in row and row["step"] > 40
-    ]
+    flags["resume_from_checkpoint"] = tmp_path / "whole/checkpoint-40"
+    assert run_main(**flags)[0] == 0
+    losses = [row["loss"] for row in rows if "loss" in row and row["step"] > 40]
+    assert [row["loss"] for row in logged() if "loss" in row] == losses

@@ -1,6 +1,8 @@
 """What only a GPU can show: captured and compiled steps compute what eager ones do, in bf16 too.
 
-pytest tests/trainer/test_gpu.py -s     # prints the figures; `tools/bench.py --shape` measures speed
+    pytest tests/trainer/test_gpu.py -s         # also prints the figures
+
+Speed is what `tools/bench.py --shape` measures.
 """
 
 import argparse

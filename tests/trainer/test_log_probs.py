@@ -80,9 +80,9 @@ def test_padding_with_learned_positions(make_run):
 
 
 def test_each_prompt_is_read_once_for_all_its_samples(make_run):
-    """Of 8 completions of 4 prompts, the forward reads 4 prompts without their last tokens, and then
-    the rest of the 8 rows. Checkpointed layers take no cache, so they read everything at once, and
-    a prompt of one token has nothing to read beforehand."""
+    """Of 8 completions of 4 prompts, the forward reads the 4 prompts without their last tokens, and
+    then the rest of the 8 rows. Checkpointed layers take no cache, so they read everything at once,
+    and a prompt of one token has nothing to read beforehand."""
     for checkpointing, training, cut, expected in (
         (False, True, 0, [(4, 5), (8, 12)]),
         (True, True, 0, [(8, 17)]),
@@ -93,7 +93,10 @@ def test_each_prompt_is_read_once_for_all_its_samples(make_run):
         batch.ids, batch.attention = batch.ids[:, cut:], batch.attention[:, cut:]
         batch.prompt_width -= cut
         base = run.model.get_base_model().base_model
-        watch = lambda _, args, inputs: shapes.append(tuple(inputs["input_ids"].shape))
+
+        def watch(_, args, inputs, shapes=shapes):
+            shapes.append(tuple(inputs["input_ids"].shape))
+
         base.register_forward_pre_hook(watch, with_kwargs=True)
         run.policy.train(training)(batch)
         assert shapes == expected

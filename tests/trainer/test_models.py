@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from support import TINY, randomize_adapter
+from support import TINY, randomize_adapter, refusal
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -169,7 +169,8 @@ def stock(run, batch):
     base, (result, entropy) = run.model.get_base_model(), torch.zeros(2, *batch.mask.shape)
     attention = base.config._attn_implementation
     base.set_attn_implementation("eager")
-    for row, (ids, real, mask) in enumerate(zip(batch.ids, batch.attention, batch.mask)):
+    rows = zip(batch.ids, batch.attention, batch.mask, strict=True)
+    for row, (ids, real, mask) in enumerate(rows):
         ids, length = ids[real], int(mask.sum())
         logp = base(ids[None], use_cache=False).logits[0, -length - 1 : -1].float().log_softmax(-1)
         result[row, :length] = logp.gather(1, ids[-length:, None]).squeeze(1)
@@ -180,11 +181,11 @@ def stock(run, batch):
 
 def answered_batch(module, advantages=(0.9, -0.8, 0.7)):
     """Completions that end in a boxed answer, as OAR needs them, of different lengths."""
-    done = [TOKENIZER.encode(text) + [2] for text in COMPLETIONS]
+    done = [[*TOKENIZER.encode(text), 2] for text in COMPLETIONS]
     width, length = len(LONG), max(map(len, done))
     ids = torch.zeros(3, width + length, dtype=torch.long)
     attention = torch.zeros_like(ids, dtype=torch.bool)
-    for row, (prompt, completion) in enumerate(zip(PROMPTS, done)):
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, done, strict=True)):
         place = slice(width - len(prompt), width + len(completion))
         ids[row, place], attention[row, place] = torch.tensor(prompt + completion), True
     tensors = dict(ids=ids, attention=attention, truncated=torch.zeros(3, dtype=torch.bool))
@@ -213,7 +214,7 @@ def check_greedy(run):
     for prompt in PROMPTS[:2]:
         ids = torch.tensor([prompt])
         own.append(run.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0])
-    for row, tokens in zip(batch.ids, [*own, own[0]]):
+    for row, tokens in zip(batch.ids, [*own, own[0]], strict=True):
         assert row[batch.prompt_width :].tolist() == tokens[-LENGTH:].tolist()
 
 
@@ -254,19 +255,20 @@ def check_all(run, family: str):
             check_credit(run, credit)
 
 
-def refusal(capsys, act) -> str:
-    """The one sentence with which `act` ends the run."""
-    with pytest.raises(SystemExit) as ended:
-        act()
-    text = capsys.readouterr().err
-    assert ended.value.code == 2 and text.startswith("grpo_") and text.count("\n") == 1
-    return text
-
-
 # ---- The tests -----------------------------------------------------------------------------------
 # One of each kind: plain, windows and a soft cap, images, shared and state caches, a scaled head,
 # learned positions. All of them, in every way: test_right_in_every_way.
-KINDS = "llama gemma2 gemma3 gemma4_text cohere2 granite lfm2 qwen3_5_text gpt2".split()
+KINDS = [
+    "llama",
+    "gemma2",
+    "gemma3",
+    "gemma4_text",
+    "cohere2",
+    "granite",
+    "lfm2",
+    "qwen3_5_text",
+    "gpt2",
+]
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -278,7 +280,7 @@ def test_right_in_4_bits(save_model, family):
 def test_experts_are_refused_in_4_bits_and_right_without(save_model, family, capsys):
     """Experts are no linear layers, so bitsandbytes would leave them in 32 bits without a word."""
     folder = save_model(family)
-    sentence = refusal(capsys, lambda: start(folder))
+    sentence = refusal(lambda: start(folder), capsys)
     assert folder in sentence and "--load_in_4bit False" in sentence
     check_all(start(folder, load_in_4bit=False), family)
 
@@ -286,7 +288,7 @@ def test_experts_are_refused_in_4_bits_and_right_without(save_model, family, cap
 @pytest.mark.parametrize("family", REFUSED)
 def test_refused_with_a_sentence(save_model, family, capsys):
     folder, (_, targets, word) = save_model(family), REFUSED[family]
-    sentence = refusal(capsys, lambda: start(folder, lora_target_modules=targets or ["all-linear"]))
+    sentence = refusal(lambda: start(folder, lora_target_modules=targets or ["all-linear"]), capsys)
     assert folder in sentence and word in sentence
 
 
@@ -302,7 +304,7 @@ def test_right_where_rollouts_compute_with_nf4(save_model, family):
 @pytest.mark.parametrize("family", RIGHT | EXPERTS)
 def test_right_in_every_way(save_model, family, bits, weights, capsys):
     if bits and family in EXPERTS:
-        sentence = refusal(capsys, lambda: start(save_model(family)))
+        sentence = refusal(lambda: start(save_model(family)), capsys)
         assert save_model(family) in sentence and "--load_in_4bit False" in sentence
     else:
         check_all(start(save_model(family), load_in_4bit=bits, rollout_weights=weights), family)
@@ -330,10 +332,13 @@ def plain_oar_p(run, probes, row: int) -> list[float]:
     "credit, family", [(credit, family) for credit in NOT_WITH for family in NOT_WITH[credit]]
 )
 def test_oar_is_refused_where_it_cannot_ask(save_model, credit, family, capsys):
-    """A cache that holds a state instead of keys and values cannot be cut, and an embedding per layer
-    needs token ids. That is said before the first step, although samples would be right."""
+    """A cache that holds a state instead of keys and values cannot be cut at a token, and a layer's
+    own embeddings need token ids. The run ends before the first step, although its samples would be
+    right."""
     flags = dict(credit=credit, load_in_4bit=family not in EXPERTS)
-    sentence = refusal(capsys, lambda: start(save_model(family), grpo_oar, **flags))
+    sentence = refusal(
+        lambda: start(save_model(family), grpo_oar, **flags), capsys, script="grpo_oar"
+    )
     assert f"{save_model(family)} does not run here" in sentence
 
 
@@ -368,9 +373,12 @@ def test_oar_g_reads_the_same_twice_but_for_the_noise(save_model, family):
 def test_check_sees_a_head_without_its_scaling(save_model, family, capsys, monkeypatch):
     """These families scale or cap their logits, which a head that is called by hand leaves out."""
     folder = save_model(family)
-    head = lambda base, hidden: base.get_output_embeddings()(hidden).float()
-    monkeypatch.setattr(grpo_arca, "head_logits", head)
-    assert f"{folder} is not supported" in refusal(capsys, lambda: start(folder))
+
+    def unscaled_logits(base, hidden):
+        return base.get_output_embeddings()(hidden).float()
+
+    monkeypatch.setattr(grpo_arca, "head_logits", unscaled_logits)
+    assert f"{folder} is not supported" in refusal(lambda: start(folder), capsys)
 
 
 def test_check_sees_attention_without_what_a_family_adds(save_model, capsys, monkeypatch):
@@ -393,7 +401,7 @@ def test_check_sees_attention_without_what_a_family_adds(save_model, capsys, mon
     gap = grpo_arca.stock_gap
     monkeypatch.setattr(grpo_arca, "build_run", build_without_sinks)
     monkeypatch.setattr(grpo_arca, "stock_gap", stock)
-    sentence = refusal(capsys, lambda: start(folder, load_in_4bit=False))
+    sentence = refusal(lambda: start(folder, load_in_4bit=False), capsys)
     assert f"{folder} is not supported" in sentence
 
 
@@ -416,7 +424,7 @@ def test_check_sees_a_wrong_decode_step(save_model, broken, prompt, capsys, monk
         base.forward = right
 
     monkeypatch.setattr(grpo_arca.Decoder, "step", wrong)
-    sentence = refusal(capsys, lambda: grpo_arca.check_model(run, ([Problem("x", "7")], [prompt])))
+    sentence = refusal(lambda: grpo_arca.check_model(run, ([Problem("x", "7")], [prompt])), capsys)
     assert f"{folder} is not supported" in sentence
 
 

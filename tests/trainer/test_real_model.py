@@ -43,7 +43,8 @@ def rollouts(smollm2, make_run):
 
     def make(dtype: str, weights: str):
         run = make_run(grpo_arca, smollm2, 0.01, dtype=dtype, rollout_weights=weights)
-        rows = [json.loads(line) for line in Path(smollm2, "sums.jsonl").open()][::20]
+        lines = Path(smollm2, "sums.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines[::20]]
         ask = {"add_generation_prompt": True, "tokenize": False}
         texts = [run.tokenizer.apply_chat_template(row["prompt"], **ask) for row in rows]
         prompts = [run.tokenizer(text, add_special_tokens=False).input_ids for text in texts]

@@ -15,9 +15,11 @@ from support import (
     SCRIPTS,
     TINY,
     TINY_RUN,
+    error_line,
     fork_case,
     outcome,
     random_batch,
+    refusal,
     run_forks,
     stderr_of,
 )
@@ -49,8 +51,7 @@ def test_a_run_resumed_in_the_middle_is_the_same_run(run_main, tmp_path):
     for name in whole:
         assert again[name] == whole[name], name
     code, _, err = run_main(**SHORT)
-    errors = [line for line in err.splitlines() if "error:" in line]
-    assert code == 2 and len(errors) == 1 and "checkpoint-3 exists: add" in errors[0]
+    assert code == 2 and "checkpoint-3 exists: add" in error_line(err)
 
 
 def test_a_finished_run_goes_on_from_its_last_checkpoint(run_main, rows_of, tmp_path):
@@ -69,18 +70,25 @@ def test_a_finished_run_goes_on_from_its_last_checkpoint(run_main, rows_of, tmp_
         shutil.rmtree(tmp_path / "none")
 
 
-def test_a_signal_lets_the_rollout_end_and_saves(run_main, monkeypatch, tmp_path):
-    inner = trainer.collect
+@pytest.mark.parametrize(
+    ("function", "number"), [("collect", signal.SIGTERM), ("update", signal.SIGINT)]
+)
+def test_a_signal_lets_the_rollout_end_and_saves(run_main, monkeypatch, tmp_path, function, number):
+    interrupted = getattr(trainer, function)
 
-    def interrupted(run, *inputs):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return inner(run, *inputs)
+    def interrupt(run, *inputs):
+        if run.step == 0:  # once, because a second signal would end this process
+            os.kill(os.getpid(), number)
+        return interrupted(run, *inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "collect", interrupted)
-        code, out, err = run_main(**SHORT | {"steps_per_generation": 2, "save_steps": 0})
+        patch.setattr(trainer, function, interrupt)
+        code, out, err = run_main(
+            **SHORT | {"steps_per_generation": 2, "save_steps": 0, "max_steps": 6}
+        )
     assert code == 0 and "Traceback" not in err, err
-    assert err.count("saving after this rollout, then ending; a second signal ends at once\n") == 1
+    sentence = "saving after this rollout, then ending; a second signal ends at once\n"
+    assert err.count(sentence) == 1
     assert out.endswith(f"interrupted, saved out/checkpoint-2: {HOW_TO_GO_ON}\n")
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").open()]
     assert steps[-1] == 2 and not (tmp_path / "out/summary.json").exists()
@@ -149,9 +157,7 @@ def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(runs):
     exists = "checkpoint-8 exists: add --resume_from_checkpoint latest, or change --output_dir"
     words = {"exists": exists, "exists_and_named": exists, "nowhere": "cannot resume from nowhere"}
     for name, sentence in words.items():
-        errors = [line for line in stderr_of(runs / name).splitlines() if "error:" in line]
-        assert len(errors) == 1 and sentence in errors[0]
-        assert "Traceback" not in stderr_of(runs / name)
+        assert sentence in error_line(stderr_of(runs / name))
     whole = runs / "grpo_arca/whole"
     ended = (whole / "code.txt").stat().st_mtime_ns
     assert all(path.stat().st_mtime_ns <= ended for path in (whole / "out").rglob("*"))
@@ -200,14 +206,10 @@ def test_what_a_checkpoint_holds_is_restored(saved, make_run, tmp_path, capsys):
 
 
 def refused(run, capsys) -> str:
-    """The one sentence that `resume` ends with."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        trainer.resume(run)
-    out, err = capsys.readouterr()
-    assert stopped.value.code == 2 and not out and len(err.splitlines()) == 1
-    assert err.startswith("grpo_arca.py: error: cannot resume from ") and "Traceback" not in err
-    return err
+    """Returns the one sentence with which `resume` refuses."""
+    sentence = refusal(lambda: trainer.resume(run), capsys)
+    assert sentence.startswith("grpo_arca.py: error: cannot resume from ")
+    return sentence
 
 
 def test_one_flipped_bit_in_a_tensor_is_found(saved, tmp_path, capsys):
@@ -262,7 +264,7 @@ def test_what_is_damaged_is_to_be_deleted(saved, tmp_path, capsys):
     (tmp_path / "checkpoint-1/state.pt").write_bytes(b"torn")
     said = refused(newest, capsys)
     assert str(tmp_path / "checkpoint-1") in said
-    assert said.endswith(" (if it is damaged, delete it)\n")
+    assert said.endswith(" (if it is damaged, delete it)")
     shutil.rmtree(tmp_path / "checkpoint-1")
     trainer.resume(newest)
     assert newest.step == 0
@@ -326,9 +328,8 @@ def test_a_finished_run_without_checkpoints_is_not_overwritten(run_main, tmp_pat
     assert run_main(**flags)[0] == 0
     files = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     code, out, err = run_main(**flags, **asked)
-    errors = [line for line in err.splitlines() if "error:" in line]
-    assert code == 2 and not out and len(errors) == 1 and "Traceback" not in err
-    assert "out holds a finished run: remove it, or change --output_dir" in errors[0]
+    assert code == 2 and not out
+    assert "out holds a finished run: remove it, or change --output_dir" in error_line(err)
     assert files == {path: path.read_bytes() for path in files}
 
 

@@ -127,8 +127,8 @@ def test_finished_rows_are_dropped_and_nothing_else_changes(make_run, monkeypatc
 
 
 def test_different_prompts_are_read_once_and_then_one_token_a_step(make_run, monkeypatch):
-    """A rollout reads each distinct prompt once, for all its samples, and then one token of each row
-    a step. Gradient checkpointing must not turn the cache off."""
+    """A rollout reads each distinct prompt once, for all its samples, and then one token of each
+    row a step. Gradient checkpointing must not turn the cache off."""
     run = make_run(gradient_checkpointing=True, rollout_weights="quantized")
     prompts, read = prompts_of(run, 24), []
     run.model.get_base_model().model.embed_tokens.register_forward_hook(

@@ -85,11 +85,11 @@ def test_no_pass_that_nobody_needs(make_run):
 
 def test_the_first_update_is_at_a_share_of_the_peak_and_the_last_above_0(make_run):
     """A warm-up of 3 is 1/3, 2/3, 1 of the rate: no update is at rate 0."""
-    run, batch, rates = make_run(warmup_steps=3, max_steps=6, learning_rate=0.3), random_batch(), []
+    run = make_run(warmup_steps=3, max_steps=6, learning_rate=0.3)
+    batch = random_batch()
     batch.old_logp = trainer.NOT_SET
     trainer.score(run, batch, [batch], {})
-    for _ in range(6):
-        rates.append(trainer.update(run, [batch])["learning_rate"])
+    rates = [trainer.update(run, [batch])["learning_rate"] for _ in range(6)]
     assert rates[:3] == pytest.approx([0.1, 0.2, 0.3]) and rates[2] > rates[3] > rates[5] > 0
 
 
@@ -120,8 +120,8 @@ def test_micro_batches_of_an_update_are_its_own_rows_by_length(make_run):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_the_first_update_has_ratio_one(make_run, monkeypatch, dropout):
-    """The pass for the old log-probs and the first update's have the same mode and dropout, also for
-    micro-batches of different lengths. So all ratios are exactly 1."""
+    """The pass for the old log-probs and that of the first update have the same mode and dropout,
+    also for micro-batches of different lengths. So all ratios are exactly 1."""
     run, batch = make_run(lora_dropout=dropout, num_iterations=2), random_batch()
     micros = [batch.select(index) for index in torch.arange(8).split(4)]
     trainer.score(run, batch, micros, {})

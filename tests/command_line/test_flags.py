@@ -1,77 +1,30 @@
-"""What a user gets wrong ends in one sentence: no stack, exit code 2, and no model loaded first."""
+"""The command line: flags that are refused, defaults, launchers, --help. No model is loaded."""
 
 import dataclasses
 import importlib
 import importlib.util
 import inspect
-import json
 import math
 import os
-import re
 import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import accelerate.utils.launch
 import pytest
-import transformers
-from support import ROOT, SCRIPTS, TINY
+from support import ROOT, SCRIPTS, TINY, refusal
 
 import grpo_arca as trainer
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(monkeypatch, tmp_path):
-    """A run that gets too far must write no files here, and has no launcher's environment."""
-    monkeypatch.chdir(tmp_path)
+def no_launcher(monkeypatch):
+    """The variables that a launcher sets are not set."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PJRT_DEVICE", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def no_model(monkeypatch):
-    """Loading a model, or taking the first step, is a failure of the test."""
-
-    def refuse(*_, **__):
-        raise AssertionError("a model was loaded before the mistake was found")
-
-    monkeypatch.setattr(trainer, "load_policy", refuse)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
-
-
-def one_sentence(stderr: str, script: str) -> str:
-    """The sentence on stderr, checked for its form."""
-    lines = stderr.splitlines()
-    assert len(lines) == 1, stderr
-    assert lines[0].startswith(f"{script}.py: error: ") and "Traceback" not in stderr
-    assert len(lines[0]) < 600 and "  " not in lines[0]
-    return lines[0]
-
-
-def refused(call, capfd, script: str = "grpo_arca") -> str:
-    """The sentence with which `call` ends the run."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        call()
-    out, err = capfd.readouterr()
-    assert stopped.value.code == 2 and out == ""
-    return one_sentence(err, script)
-
-
-@pytest.fixture
-def run_main(monkeypatch, capfd):
-    """run_main("--flag", "value", ...) -> the sentence that main ends with."""
-
-    def run(*argv: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["grpo_arca.py", *argv])
-        return refused(trainer.main, capfd)
-
-    return run
-
-
-# ------------------------------------------------------------------------- flags, in every script
+# ---- Flags that are refused, in every script -----------------------------------------------------
 FLAGS = [  # (command line, what the sentence must say)
     ("--num_generations 1", ["--num_generations 1 is out of range (at least 2)"]),
     ("--top_p 2", ["--top_p 2.0 is out of range (above 0, at most 1)"]),
@@ -108,7 +61,7 @@ FLAGS = [  # (command line, what the sentence must say)
 @pytest.mark.parametrize("line, words", FLAGS, ids=[line for line, _ in FLAGS])
 def test_a_wrong_flag_is_one_sentence(script, line, words, capfd):
     module = importlib.import_module(script)
-    sentence = refused(lambda: module.parse_args(line.split()), capfd, script)
+    sentence = refusal(lambda: module.parse_args(line.split()), capfd, script)
     assert all(word in sentence for word in words), sentence
 
 
@@ -145,7 +98,7 @@ def test_every_number_has_a_range(script, capfd):
         assert refusals, name
         for value in refusals:
             argv = [f"--{name}={value}"]
-            sentence = refused(lambda argv=argv: module.parse_args(argv), capfd, script)
+            sentence = refusal(lambda argv=argv: module.parse_args(argv), capfd, script)
             assert f"--{name} {value} is out of range {accepted}" in sentence
         for end in (accepted.at_least, accepted.at_most):
             if math.isfinite(end):
@@ -180,6 +133,7 @@ def test_defaults_that_depend_on_the_model(script):
             assert getattr(module.parse_args([*argv, f"--{name}={asked}"]), name) == asked
 
 
+# ---- Launchers and processes ---------------------------------------------------------------------
 LAUNCHERS = {  # the environment that `accelerate launch` or torch_xla leaves: what is named
     "ACCELERATE_USE_FSDP=true": "FSDP",
     "ACCELERATE_USE_DEEPSPEED=true": "DEEPSPEED",
@@ -192,12 +146,12 @@ LAUNCHERS = {  # the environment that `accelerate launch` or torch_xla leaves: w
 
 
 @pytest.mark.parametrize("variable", LAUNCHERS)
-def test_launchers_that_this_cannot_run_on(run_main, no_model, monkeypatch, variable):
-    monkeypatch.setattr(trainer, "load_data", None)  # refused before that
-    monkeypatch.setenv(*variable.split("="))
-    assert f"cannot run with {LAUNCHERS[variable]}: " in run_main()
-    if "_USE_" in variable:  # and Accelerate still sets just that
-        name = variable.split("=")[0]
+def test_launchers_that_this_cannot_run_on(monkeypatch, capfd, variable):
+    name, value = variable.split("=")
+    monkeypatch.setenv(name, value)
+    sentence = refusal(lambda: trainer.parse_args([]), capfd)
+    assert f"cannot run with {LAUNCHERS[variable]}: " in sentence
+    if "_USE_" in name:  # and Accelerate still sets just that
         assert f'current_env["{name}"] = "true"' in inspect.getsource(accelerate.utils.launch)
 
 
@@ -220,10 +174,14 @@ def test_a_script_copied_without_common(script, tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_tracker_that_is_not_installed(script, monkeypatch, capfd):
-    module, find_spec = importlib.import_module(script), importlib.util.find_spec
-    hide = lambda name, *a: None if name == "trackio" else find_spec(name, *a)
-    monkeypatch.setattr(importlib.util, "find_spec", hide)
-    sentence = refused(lambda: module.parse_args(["--report_to", "trackio"]), capfd, script)
+    module = importlib.import_module(script)
+    find_spec = importlib.util.find_spec
+
+    def find_all_but_trackio(name, *package):
+        return None if name == "trackio" else find_spec(name, *package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_all_but_trackio)
+    sentence = refusal(lambda: module.parse_args(["--report_to", "trackio"]), capfd, script)
     assert "--report_to trackio" in sentence and "pip install trackio" in sentence
 
 
@@ -231,8 +189,8 @@ def test_a_tracker_that_is_not_installed(script, monkeypatch, capfd):
 def test_the_batch_counts_all_processes(script, monkeypatch, capfd):
     """12 completions are no two groups of 8, but two processes' 24 are three."""
     module = importlib.import_module(script)
-    line = "--per_device_train_batch_size 12 --gradient_accumulation_steps 1".split()
-    assert "12" in refused(lambda: module.parse_args(line), capfd, script)
+    line = ["--per_device_train_batch_size", "12", "--gradient_accumulation_steps", "1"]
+    assert "12" in refusal(lambda: module.parse_args(line), capfd, script)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert module.parse_args(line).num_generations == 8
 
@@ -256,133 +214,11 @@ def test_right_flags_pass(script):
     assert (args.num_generations, args.max_steps, args.steps_per_generation) == (2, 0, 4)
     assert module.parse_args([]).steps_per_generation == module.Args().gradient_accumulation_steps
     assert module.parse_args(["--output_dir", "a/b"]).run_name == "b"
-    weights = module.parse_args("--reward_funcs a.b c.d --reward_weights 1 -0.5".split())
+    weights = module.parse_args(["--reward_funcs", "a.b", "c.d", "--reward_weights", "1", "-0.5"])
     assert (weights.reward_funcs, weights.reward_weights) == (["a.b", "c.d"], [1.0, -0.5])
 
 
-# --------------------------------------------------------------------------------- data, models
-ROWS = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(20)]
-
-
-def jsonl(rows) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-@pytest.mark.parametrize(
-    "name, content, flags, words",
-    [
-        ("none.jsonl", None, "", ["none.jsonl", "check"]),
-        ("none.parquet", None, "", ["none.parquet", "check"]),
-        ("empty.jsonl", "", "", ["empty.jsonl", "empty", "give"]),
-        ("blank.jsonl", "\n\n", "", ["blank.jsonl", "check"]),
-        ("list.json", "[]", "", ["list.json", "check"]),
-        ("torn.jsonl", jsonl(ROWS) + '{"problem": "a", "ans', "", ["torn.jsonl", "JSON"]),
-        ("torn.parquet", "PAR1", "", ["torn.parquet", "check"]),
-        ("columns.jsonl", '{"text": "a", "label": 1}\n', "", ["text, label", "--prompt_column"]),
-        ("columns.jsonl", '{"problem": "a", "label": 1}\n', "", ["label", "--answer_column"]),
-        ("set.jsonl", jsonl(ROWS), "--prompt_column q", ["no q", "problem", "--prompt_column"]),
-        ("set.jsonl", jsonl(ROWS), "--answer_column a", ["no a", "answer", "--answer_column"]),
-        ("nobox.jsonl", '{"problem": "a", "solution": "5"}\n', "", ["nobox.jsonl", "solution"]),
-        ("one.jsonl", jsonl(ROWS[:1]), "", ["one.jsonl", "add rows"]),
-        ("shape.jsonl", '{"prompt": ["a"], "answer": "1"}\n', "", ["--prompt_column", "messages"]),
-        ("set.jsonl", jsonl(ROWS), "--eval_dataset_name no.jsonl", ["no.jsonl", "check"]),
-    ],
-)
-def test_data_that_cannot_be_used(run_main, no_model, name, content, flags, words):
-    if content is not None:
-        Path(name).write_text(content)
-    sentence = run_main("--dataset_name", name, *flags.split())
-    assert all(word in sentence for word in words), sentence
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--dataset_name nobody/nothing", ["nobody/nothing", "check the name"]),
-        ("--eval_dataset_name nobody/nothing", ["nobody/nothing", "check the name"]),
-        ("--model_name_or_path nobody/nothing", ["--model_name_or_path nobody/nothing"]),
-        ("--model_name_or_path /no/model", ["--model_name_or_path /no/model"]),
-        ("--model_name_or_path .", ["--model_name_or_path ."]),  # a folder without a model
-        ("--chat_template_kwargs enable_thinking", ["--chat_template_kwargs", "JSON"]),
-        ("--chat_template_kwargs [1]", ["--chat_template_kwargs", "JSON"]),
-        ("--chat_template_kwargs {", ["--chat_template_kwargs", "JSON"]),
-        ("--max_completion_length 2040", ["--max_completion_length", "2048", "or less"]),
-    ],
-)
-def test_names_and_lengths_that_lead_nowhere(run_main, no_model, flags, words):
-    """With no network (conftest sets HF_HUB_OFFLINE)."""
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-    sentence = run_main(*flags.split())
-    assert all(word in sentence for word in words), sentence
-
-
-def test_a_prompt_longer_than_the_context(run_main, no_model):
-    Path("long.jsonl").write_text(jsonl(ROWS + [{"problem": "1" * 3000, "answer": "1"}]))
-    sentence = run_main("--dataset_name", "long.jsonl")
-    assert "2048" in sentence and not re.search(r" -\d", sentence), sentence
-
-
-def copy_of_tiny(*names: str) -> Path:
-    folder = Path("model").resolve()
-    folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", *names):
-        shutil.copy(Path(TINY) / name, folder / name)
-    return folder
-
-
-def test_a_tokenizer_without_eos(run_main, no_model):
-    folder = copy_of_tiny("chat_template.jinja")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    del config["eos_token"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    sentence = run_main("--model_name_or_path", str(folder))
-    assert "EOS" in sentence and "eos_token" in sentence, sentence
-
-
-def test_a_folder_without_tokenizer(run_main, no_model):
-    folder = copy_of_tiny()
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-    assert str(folder) in run_main("--model_name_or_path", str(folder))
-
-
-def test_a_template_that_refuses_the_system_prompt(run_main, no_model):
-    folder = copy_of_tiny()
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role here') }}")
-    sentence = run_main("--model_name_or_path", str(folder), "--system_prompt", "Be brief.")
-    assert "--system_prompt" in sentence and "no system role here" in sentence, sentence
-
-
-def test_a_folder_without_weights(run_main):
-    sentence = run_main("--model_name_or_path", str(copy_of_tiny()))
-    assert "cannot load" in sentence and "no file named model.safetensors" in sentence, sentence
-
-
-def test_lora_target_modules_that_do_not_exist(run_main):
-    sentence = run_main("--lora_target_modules", "q_proj_of_another", "another")
-    assert "with LoRA on q_proj_of_another another: Target modules" in sentence, sentence
-
-
-def test_an_output_folder_that_is_a_file(run_main):
-    """Found before the first evaluation, not after the last step."""
-    Path("taken").write_text("")
-    sentence = run_main("--output_dir", "taken/run")
-    assert "taken/run" in sentence, sentence
-
-
-# ------------------------------------------------------------------------------ as a real command
-@pytest.mark.slow  # what an interpreter of its own may add to test_data_that_cannot_be_used
-def test_the_command_itself():
-    Path("torn.jsonl").write_text('{"problem": "a", "ans')
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "grpo_arca.py"), "--dataset_name", "torn.jsonl"],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stdout == ""
-    sentence = one_sentence(done.stderr, "grpo_arca")
-    assert "torn.jsonl" in sentence and "JSON" in sentence
-
-
+# ---- --help --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_shows_every_flag_and_its_text(script, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
@@ -397,3 +233,12 @@ def test_help_shows_every_flag_and_its_text(script, capsys, monkeypatch):
         assert "".join(field.metadata["help"].split()) in shown, field.name
     title = module.__doc__.splitlines()[0]
     assert "".join(title.split()) in shown, "the docstring's title is missing"
+
+
+def test_help_keeps_the_docstrings_lines_and_shows_both_defaults(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stopped:
+        trainer.parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0 and trainer.__doc__.strip() in text
+    assert "(default: 4e-05, or 0.004 for the embedded policies)" in " ".join(text.split())

@@ -1,22 +1,21 @@
-"""results/gradient_quality.py and step_values.py: the instrument against what is known by hand."""
+"""results/worth_study.py and step_values.py against what is known by hand."""
 
 import csv
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "results"))
-
-import gradient_quality as instrument
 import step_values
+import torch
+import worth
+import worth_study as study
+from support import ROOT
 
 import grpo_arca as trainer
-from common.data import Problem, encode_prompt
+from common.data import encode_prompt
+from common.problems import Problem
 
 PROBLEM = Problem("Start with 23, add 19, subtract 2, double it.", "80", (42, 40, 80))
 
@@ -27,74 +26,6 @@ def tokens_of(run, text: str) -> list[int]:
 
 def words(run, ids: list[int], spans: list[range]) -> list[str]:
     return [run.tokenizer.decode(ids[span.start : span.stop]) for span in spans]
-
-
-# ---- The statistics ------------------------------------------------------------------------------
-def test_pair_means_are_those_of_two_loops():
-    rng = np.random.default_rng(0)
-    own, other = rng.normal(size=(2, 5, 3))
-    weights = np.array([[1, 1, 1, 1, 1], [2, 0, 3, 0, 0]])
-    for row, found in zip(weights, instrument.pair_mean(own @ other.T, weights), strict=True):
-        drawn = np.repeat(np.arange(5), row)
-        pairs = [(i, j) for i in drawn for j in drawn if i != j]
-        assert found == pytest.approx(np.mean([own[i] @ other[j] for i, j in pairs]))
-
-
-def made_gradients(count=400, size=300) -> dict[str, np.ndarray]:
-    """Uniform: mean of length 1 and total variance 4. Others by name."""
-    rng, mean = np.random.default_rng(1), np.zeros(size)
-    mean[0] = 1.0
-    noise = lambda: rng.normal(size=(count, size)) * (4 / size) ** 0.5  # noqa: E731
-    turned = np.zeros(size)
-    turned[:2] = 0.6, 0.8
-    return {
-        instrument.UNIFORM: mean + noise(),
-        "same": mean + noise(),
-        "half the noise": mean + noise() / 2**0.5,
-        "scaled": 7 * (mean + noise()),
-        "turned": turned + noise(),
-    }
-
-
-def test_worth_bias_and_cosine_of_gradients_made_to_measure():
-    rows = {row["method"]: row for row in instrument.figures(made_gradients())}
-    expected = {"same": (1, 1), "half the noise": (2, 1), "scaled": (1, 1), "turned": (1, 0.6)}
-    assert rows[instrument.UNIFORM]["snr"] == pytest.approx(0.25, rel=0.1)
-    assert rows[instrument.UNIFORM]["worth"] == 1
-    for name, (worth, bias) in expected.items():
-        row = rows[name]
-        assert row["worth"] == pytest.approx(worth, rel=0.15), name
-        assert row["bias"] == pytest.approx(bias, abs=0.05), name
-        assert row["aligned"] == pytest.approx(worth * bias**2, rel=0.15), name
-        assert row["worth_low"] <= worth <= row["worth_high"], name
-        assert row["worth_low"] < row["worth"] < row["worth_high"], name
-    # One batch has length sqrt(1 + 4), of which 1 points along the mean.
-    assert rows["same"]["cosine"] == pytest.approx(5**-0.5, abs=0.03)
-
-
-def test_adams_worth_is_that_of_coordinates_of_one_size():
-    """All noise in one coordinate, which has no mean: raw it drowns the rest, scaled it is one of
-    many. And the unit of a coordinate is nothing to Adam."""
-    gradients = made_gradients()
-    loud = gradients["same"].copy()
-    loud[:, 1] *= 200
-    some = {name: gradients[name] for name in (instrument.UNIFORM, "same", "scaled")}
-    rows = {row["method"]: row for row in instrument.figures(some | {"loud": loud})}
-    assert rows["loud"]["worth"] < 0.05
-    assert rows["loud"]["adam"] == pytest.approx(rows["same"]["adam"], rel=1e-6)
-    assert rows["scaled"]["adam"] == pytest.approx(1, rel=0.15)
-    assert rows[instrument.UNIFORM]["adam"] == 1
-
-
-def test_the_nearest_is_the_method_with_the_same_gradients():
-    gradients = made_gradients(count=20)
-    gradients["twin"] = 3 * gradients["turned"] + 0.01 * gradients["same"]
-    found = instrument.nearest(gradients)
-    assert found["turned"]["nearest"] == "twin" and found["twin"]["nearest"] == "turned"
-    cosines = [
-        a @ b / (a @ a * (b @ b)) ** 0.5 for a, b in zip(*map(gradients.get, ("turned", "twin")))
-    ]
-    assert found["twin"]["nearest_cosine"] == pytest.approx(np.mean(cosines))
 
 
 # ---- Exact values --------------------------------------------------------------------------------
@@ -151,12 +82,12 @@ def test_advantages_by_hand(make_run):
     micro = trainer.Batch(torch.tensor([3]), 0, None, mask, None, None, None)
     values, scale = {0: [0.5, 0.8, 0.9, 0.9, 1.0]}, step_values.group_scale(0.5, 4)
     for whole in (False, True):
-        found = step_values.step_advantages({3: solution}, values, micro, 4, whole)[0]
+        found = step_values.step_advantages({3: solution}, values, micro, 4, whole=whole)[0]
         assert found[solution.results[0].start] == pytest.approx(scale * (0.8 - 0.5))
         assert found[solution.results[1].start] == pytest.approx(scale * -0.8)
         assert (found != 0).sum() == (solution.steps[1].stop if whole else 3)
         assert found[solution.results[1].stop :].eq(0).all()  # nothing after the first error
-    found = step_values.step_advantages({3: solution}, values, micro, 4, False, True)[0]
+    found = step_values.step_advantages({3: solution}, values, micro, 4, least_variance=True)[0]
     assert found[solution.results[0].start] == pytest.approx(scale * (0.8 - (0.8 - 0.5)))
     assert found[solution.results[1].start] == pytest.approx(scale * -(0.9 - 0.8))
 
@@ -193,9 +124,10 @@ def test_values_are_success_rates(make_run):
             rates.append(sum(solution.right == 4 for solution in found) / 1024)
         whole = tokens_of(run, start + "Minus 2 makes 40. Then doubling it gives 80. ")
         solution = step_values.read_solution(run.tokenizer, whole, PROBLEM)
-        solutions, problem_of = dict.fromkeys(range(4), solution), dict.fromkeys(range(4), PROBLEM)
+        solutions = dict.fromkeys(range(4), solution)
+        rollout = SimpleNamespace(rows=torch.arange(4), problems=[PROBLEM] * 4)
         data = ([PROBLEM], [prompt])
-        values = step_values.step_values(run, data, solutions, problem_of, 512)[0]
+        values = step_values.step_values(run, data, rollout, solutions, 512)[0]
     assert 0.1 < rates[0] < rates[1] < 0.9  # else it would show nothing
     assert values[0] == pytest.approx(rates[0], abs=0.08)
     assert values[1] == pytest.approx(rates[1], abs=0.08)
@@ -203,60 +135,63 @@ def test_values_are_success_rates(make_run):
 
 
 # ---- Gradients -----------------------------------------------------------------------------------
-def sampled(make_run, credit: str) -> tuple:
-    """A run, and its rollout of one micro-batch with advantages of every kind."""
-    run = make_run(credit=credit, num_generations=4, max_completion_length=60)
+def sampled(make_run) -> tuple[trainer.Run, trainer.Batch]:
+    """A run, and its rollout with advantages of every kind."""
+    run = make_run(credit="uniform", num_generations=4, max_completion_length=60)
     data = ([PROBLEM] * 2, [encode_prompt(run.tokenizer, PROBLEM.prompt)] * 2)
     with run.grader:
         batch = trainer.collect(run, data, {})
     batch.advantages = torch.tensor([1.0, -2.0, 0.0, 0.5, -0.5, 0.0, 1.5, 1.0])
-    return run, instrument.micro_batches(run.args, batch)
+    return run, batch
 
 
-def test_gradients_are_the_trainers(make_run):
-    """Against backward through policy_loss, as `update` does it."""
-    run, micros = sampled(make_run, "arca")
-    trainer.score(run, batch, micros, {})
-    coefficients = instrument.token_coefficients(trainer, run.args, micros)
-    methods = {"arca": coefficients, "again": coefficients}
-    found = instrument.gradients(
-        run, micros, methods | {"none": [torch.zeros_like(coefficients[0])]}
-    )
-    logp = trainer.training_forward(run, micros[0])
-    scale = trainer.token_scale(run.args, micros[0].loss_mask, 8, 0)
-    trainer.policy_loss(run.args, micros[0], logp, logp.detach(), scale)[0].backward()
-    grads = [p.grad.flatten() for p in run.model.parameters() if p.requires_grad]
-    torch.testing.assert_close(found["arca"], torch.cat(grads), rtol=1e-4, atol=1e-7)
-    assert torch.equal(found["arca"], found["again"]) and not found["none"].any()
+def test_rows_without_an_advantage_change_no_gradient(make_run):
+    """Oracles get all rows of a rollout, methods of scripts only those with an advantage."""
+    run, batch = sampled(make_run)
+    micros = study.all_rows(run.args, batch)
+    assert sum(len(micro.rows) for micro in micros) == 8
+    for micro in micros:
+        micro.credit = micro.mask.float()
+    found = worth.gradient(run, trainer, micros, 8)
+    flags = ("--num_generations=4", "--per_device_train_batch_size=8")
+    expected = worth.method_gradient(run, batch, worth.UNIFORM, flags)
+    assert expected.norm() > 0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
 
 
 def test_only_wrong_leaves_right_completions_alone(make_run):
-    run, micros = sampled(make_run, "surprisal")
-    method = instrument.Method("grpo_arca", "", only_wrong=True)
-    own = instrument.credited(method, trainer, run, micros)[0]
-    method = method._replace(only_wrong=False)
-    all_rows = instrument.credited(method, trainer, run, micros)[0]
-    wrong = micros[0].advantages < 0
-    assert torch.equal(own.credit[wrong], all_rows.credit[wrong])
-    assert torch.equal(own.credit[~wrong], micros[0].mask[~wrong].float())
-    assert not torch.equal(own.credit, all_rows.credit)
+    run, batch = sampled(make_run)
+    run.args.credit = "surprisal"
+    (micro,) = study.all_rows(run.args, batch)
+    trainer.score(run, batch, [micro], {})
+    before = micro.credit.clone()
+    study.for_wrong_only([micro])
+    wrong = micro.advantages < 0
+    assert torch.equal(micro.credit[wrong], before[wrong])
+    assert torch.equal(micro.credit[~wrong], micro.mask[~wrong].float())
+    assert not torch.equal(micro.credit, before)
 
 
-def test_negative_weight_leaves_right_completions_alone(make_run):
-    run, micros = sampled(make_run, "uniform")
-    before = micros[0].advantages.clone()
-    for weight in (0.25, 0.0):
-        run.args.negative_weight = weight
-        method = instrument.Method("grpo_arca", "")
-        found = instrument.credited(method, trainer, run, micros)[0].advantages
-        assert found.tolist() == [a * weight if a < 0 else a for a in before.tolist()]
-    assert torch.equal(micros[0].advantages, before)  # the next method's
+@pytest.mark.parametrize("weight", [0.25, 0.0])
+def test_negative_weight_leaves_right_completions_alone(make_run, weight):
+    run, batch = sampled(make_run)
+    before = batch.advantages.clone()
+    method = f"grpo_arca.py --credit uniform --negative_weight {weight}"
+    _, _, micros = worth.scored(run, batch, method, ("--num_generations=4",))
+    for micro in micros:
+        for row, advantage in zip(micro.rows.tolist(), micro.advantages.tolist(), strict=True):
+            own = before[row].item()
+            assert advantage == (own * weight if own < 0 else own) != 0
+    assert sum(len(micro.rows) for micro in micros) == (6 if weight else 4)
+    assert torch.equal(batch.advantages, before)  # the next method's
 
 
 def test_the_optimal_token_baseline_is_that_of_three_loops(make_run):
     """Against whole forwards, completion by completion and token by token."""
-    run, micros = sampled(make_run, "uniform")
-    micro, size = micros[0], 4
+    run, batch = sampled(make_run)
+    size = 4
+    micros = study.all_rows(run.args, batch)
+    (micro,) = micros
     micro.rewards = torch.tensor([1.0, 0, 0, 1, 0, 0, 1, 1])[micro.rows]
     micro.advantages = trainer.group_advantages(
         micro.rewards[micro.rows.argsort()].view(-1, size), "group"
@@ -267,12 +202,13 @@ def test_the_optimal_token_baseline_is_that_of_three_loops(make_run):
         length = int(micro.mask[i].sum())
         with torch.no_grad():
             logits = run.model(input_ids=ids[None]).logits[0, -length - 1 : -1]
-        for t, (at, token) in enumerate(zip(logits.softmax(1), ids[-length:])):
+        for t, (at, token) in enumerate(zip(logits.softmax(1), ids[-length:], strict=True)):
             squared = sum((float(j == token) - p) ** 2 for j, p in enumerate(at.tolist()))
             weights[row, t] = weights[row, t - 1] * (t > 0) + squared
-    found = instrument.token_baseline(run, micros)[0]
+    found = study.token_baseline(run, micros)[0]
     assert found.advantages.eq(1).all()
-    by_row = dict(zip(micro.rows.tolist(), zip(micro.rewards.tolist(), found.credit)))
+    pairs = zip(micro.rewards.tolist(), found.credit, strict=True)
+    by_row = dict(zip(micro.rows.tolist(), pairs, strict=True))
     for row, (reward, credit) in by_row.items():
         group = [r for r in by_row if r // size == row // size]
         rewards = torch.tensor([by_row[r][0] for r in group])
@@ -286,17 +222,28 @@ def test_the_optimal_token_baseline_is_that_of_three_loops(make_run):
             assert credit[t].item() == pytest.approx(float(expected), rel=1e-3, abs=1e-4)
 
 
+# ---- The table -----------------------------------------------------------------------------------
+def test_the_nearest_is_the_method_with_the_same_gradients():
+    turned, same = np.random.default_rng(1).normal(size=(2, 20, 300))
+    gradients = {"turned": turned, "same": same, "twin": 3 * turned + 0.01 * same}
+    found = study.nearest(gradients)
+    assert found["turned"]["nearest"] == "twin" and found["twin"]["nearest"] == "turned"
+    pairs = zip(turned, gradients["twin"], strict=True)
+    cosines = [a @ b / (a @ a * (b @ b)) ** 0.5 for a, b in pairs]
+    assert found["twin"]["nearest_cosine"] == pytest.approx(np.mean(cosines))
+
+
 @pytest.mark.slow
-def test_the_instrument_end_to_end(tmp_path):
+def test_the_study_end_to_end(tmp_path):
     """Four batches: what must be equal is, the null test holds, and files are there."""
-    command = [sys.executable, ROOT / "results/gradient_quality.py", "--settings", "4-start"]
+    command = [sys.executable, ROOT / "results/worth_study.py", "--settings", "4-start"]
     command += ["--batches", "4", "--folder", tmp_path, "--output", tmp_path / "quality"]
     command += ["--", "--per_device_train_batch_size", "8"]  # 32 completions a batch
     subprocess.run(command, check=True, capture_output=True)
     rows = {row["method"]: row for row in csv.DictReader((tmp_path / "quality.csv").open())}
-    assert set(rows) == instrument.EVERYTHING - {"reward"}
+    assert set(rows) == set(study.ROWS)
     for name in ("gspo", "arca", "divergence"):  # before the first update
         assert float(rows[name]["worth"]) == pytest.approx(1) and float(rows[name]["bias"]) == 1
-    null = rows[instrument.NULL]
+    null = rows[study.NULL]
     assert float(null["worth_low"]) < 1 < float(null["worth_high"])
     assert (tmp_path / "quality.png").stat().st_size > 20_000
