@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-# Each script has classes of its own with these names; what is read of them here is the same.
-Args = Any
-Batch = Any
-Run = Any
-
+    # Each script has its own classes of these names, alike in what is read here.
+    Args = Any
+    Batch = Any
+    Run = Any
 
 __all__ = [
     "Chain", "DataError", "Operation", "Problem", "chain_problems", "completions_of",

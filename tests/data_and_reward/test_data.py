@@ -275,7 +275,8 @@ def demonstrations():
         rng = random.Random(11)
         chains = [data.random_chain(rng, held_out=False) for _ in range(2500)]
         problems = [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
-        return [(p, make.demonstrate(rng, c, slips)) for p, c in zip(problems, chains, strict=True)]
+        texts = [make.demonstrate(rng, chain, make.TINY, slips) for chain in chains]
+        return list(zip(problems, texts, strict=True))
 
     return {slips: pairs(slips) for slips in (False, True)}
 
@@ -307,17 +308,17 @@ def test_slips_are_as_frequent_as_stated():
         value = rng.randint(1, 80)
         right = operation.apply(value)
         forgotten = make.without_carry(operation, value)
-        made = make.slip(rng, operation, value, slips=True)
-        assert make.slip(rng, operation, value, slips=False) == right
+        made = make.slip(rng, operation, value, make.TINY, slips=True)
+        assert make.slip(rng, operation, value, make.TINY, slips=False) == right
         if forgotten != right:
             assert value % 10 + operation.operand % 10 >= 10 and forgotten == right - 10
             carries.append(made == forgotten)
         else:
             others.append(made != right)
     # A step with a carry can also come to right - 10 by the other kind of slip, a sixth of them.
-    expected = make.DROPPED_CARRY + (1 - make.DROPPED_CARRY) * make.OTHER_SLIP / 6
+    expected = make.TINY.dropped_carry + (1 - make.TINY.dropped_carry) * make.TINY.other_slip / 6
     assert abs(sum(carries) / len(carries) - expected) < 0.02
-    assert abs(sum(others) / len(others) - make.OTHER_SLIP) < 0.01
+    assert abs(sum(others) / len(others) - make.TINY.other_slip) < 0.01
 
 
 @pytest.mark.parametrize(
