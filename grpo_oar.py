@@ -1607,8 +1607,9 @@ def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
     model = get_peft_model(base, lora)
     targeted = model.base_model.targeted_module_names
     for name in names:
-        if name != "all-linear" and not any(f".{t}".endswith(f".{name}") for t in targeted):
-            fail(f"--lora_target_modules {name} is no linear layer of {args.model_name_or_path}")
+        if names != ["all-linear"] and not any(f".{t}".endswith(f".{name}") for t in targeted):
+            layers = f"linear layer of {args.model_name_or_path}, or stands beside others"
+            fail(f"--lora_target_modules {name} is no {layers}")
     return model
 
 
@@ -1688,8 +1689,8 @@ def check_model(run: Run, train_set: ProblemSet) -> None:
     except RewardError:
         raise
     except Exception as error:  # a model family's code may raise anything
-        # The embedded policy is known to run. There, and where the CREDIT region raises the error
-        # by itself, the mistake is in the code: show it.
+        # The embedded policy is known to run. There, and where the error comes from the CREDIT
+        # region, the mistake is in the code: show it.
         if "memory" in str(error) or name == TINY_POLICY or is_raised_by_credit(error):
             raise
         fail(f"{name} does not run here: {type(error).__name__}: {error}")
@@ -1699,12 +1700,15 @@ def check_model(run: Run, train_set: ProblemSet) -> None:
 
 
 def is_raised_by_credit(error: Exception) -> bool:
-    """Whether the last line of this file that an error went through is in the CREDIT region."""
+    """Whether the last function of this file that an error went through is the method's own.
+
+    That is one in the CREDIT region, or one that computes with what those return.
+    """
     lines = SCRIPT.read_text(encoding="utf-8").splitlines()
     region = range(lines.index("# === CREDIT ==="), lines.index("# === END CREDIT ==="))
     frames = traceback.extract_tb(error.__traceback__)
-    own_lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == SCRIPT]
-    return own_lines[-1] in region
+    last = [frame for frame in frames if Path(frame.filename).resolve() == SCRIPT][-1]
+    return last.lineno in region or last.name in ("score", "policy_loss")
 
 
 def trial_step(run: Run, train_set: ProblemSet) -> float:
