@@ -87,7 +87,7 @@ def test_a_signal_lets_the_rollout_end_and_saves(run_main, monkeypatch, tmp_path
             **SHORT | {"steps_per_generation": 2, "save_steps": 0, "max_steps": 6}
         )
     assert code == 0 and "Traceback" not in err, err
-    sentence = "saving after this rollout, then ending; a second signal ends at once\n"
+    sentence = "ending after this rollout or batch; a second signal ends at once\n"
     assert err.count(sentence) == 1
     assert out.endswith(f"interrupted, saved out/checkpoint-2: {HOW_TO_GO_ON}\n")
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").open()]
@@ -286,7 +286,8 @@ def test_fewer_updates_than_there_were_are_refused(saved, tmp_path, capsys):
 def test_another_model_of_the_same_shapes_is_refused(make_run, tmp_path, capsys):
     """The embedded ones: every tensor of the adapter would fit."""
     long = Path(TINY).with_name("long_policy")
-    trainer.save_checkpoint(one := make_run(output_dir=tmp_path))
+    one = make_run(output_dir=tmp_path)
+    trainer.save_checkpoint(one, None)
     other = make_run(model=str(long), output_dir=tmp_path, resume_from_checkpoint="latest")
     shapes = [[p.shape for p in run.model.parameters() if p.requires_grad] for run in (one, other)]
     assert shapes[0] == shapes[1]
