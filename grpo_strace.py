@@ -1285,6 +1285,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
             quantization_config=quantization if args.load_in_4bit else None,
             dtype=args.dtype,
             device_map={"": device},
+            ignore_mismatched_sizes=True,  # `check_weights` names them
             output_loading_info=True,
         )
         check_weights(base, name, loading)
