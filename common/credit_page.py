@@ -14,7 +14,9 @@ from common.reward import ACCURACY
 from common.run_log import finite_or_nan, format_number
 
 if TYPE_CHECKING:
-    from grpo_arca import Batch, Run  # those of the other scripts have the same fields
+    # Each script has its own classes of these names, alike in what is read here.
+    Batch = Any
+    Run = Any
 
 TEMPLATE = Path(__file__).with_name("credit_page.html")
 UNIFORM = "All weights are 1: the adapter has not moved yet, or the method is uniform."

@@ -12,7 +12,7 @@ import math
 import resource
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from common.report import report_run
 from common.run_log import RunLog, best_step, log_completions, start_log
 
 if TYPE_CHECKING:
-    from grpo_arca import Batch, Run  # those of the other scripts have the same fields
+    # Each script has its own classes of these names, alike in what is read here.
+    Batch = Any
+    Run = Any
 
 __all__ = [
     "RunLog", "best_step", "control_weights", "credit_group", "credit_metrics", "eval_metrics",

@@ -21,7 +21,9 @@ from common.data import completions_of
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from grpo_arca import Batch, Run  # those of the other scripts have the same fields
+    # Each script has its own classes of these names, alike in what is read here.
+    Batch = Any
+    Run = Any
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 

@@ -40,8 +40,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.data import Problem, chain_problems, encode_prompt, grade_batch, token_roles
+from common.data import encode_prompt, grade_batch
 from common.metrics import credit_group, weight_stats, write_credit_page
+from common.problems import Problem, chain_problems, token_roles
 
 DATA = ROOT / "results/data/decisive_tokens"
 METHODS = [
@@ -166,13 +167,13 @@ def mean_rank(oar_p: Tensor, oar_g: Tensor) -> float:
     return sum(correlations) / len(correlations)
 
 
-def figures(run: Any, batch: Any, problems: list[Problem]) -> dict[str, float]:
+def figures(run: Any, batch: Any) -> dict[str, float]:
     """Returns means over completions: weights on decisive and first wrong tokens, AUROC, and more.
 
     The others are those of `weight_stats`: the Gini coefficient and the effective number of tokens.
     """
     found: dict[str, list[float]] = {"decisive": [], "first_wrong": [], "auroc": []}
-    for row, problem in enumerate(problems):
+    for row, problem in enumerate(batch.problems):
         mask = batch.mask[row]
         ids = batch.ids[row, batch.prompt_width :][mask].tolist()
         roles = token_roles([run.tokenizer.decode([token]) for token in ids], problem)
@@ -211,7 +212,7 @@ def measure(folder: str | None, task_of: str | None, count: int = 32) -> Study:
         module.score(run, batch, [batch], {})
         scores[credit] = batch.scores
 
-        means = figures(run, batch, problems)
+        means = figures(run, batch)
         rank = ""
         if credit == "oar_g":
             rank = f"{mean_rank(scores['oar_p'], scores['oar_g']):.2f}"

@@ -26,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from common.data import Chain, Operation, random_chain
+from common.problems import Chain, Operation, random_chain
 
 TINY_POLICY = ROOT / "common/tiny_policy"
 LONG_POLICY = ROOT / "common/long_policy"

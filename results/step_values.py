@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 import grpo_arca as trainer
-from common.data import Problem, completions_of, first_error, stated_results
-from common.reward import boxed_span
+from common.answers import boxed_span
+from common.data import completions_of
+from common.problems import Problem, first_error, stated_results
 
 MOST_AT_ONCE = 512  # continuations that are sampled together
 CONTINUATIONS = 16  # of a training run, from each step
@@ -96,15 +97,12 @@ def read_solution(tokenizer: Any, ids: list[int], problem: Problem) -> Solution:
     return Solution(right, results, steps, prefixes)
 
 
-def read_rollout(
-    run: trainer.Run, micros: list[trainer.Batch], problem_of_row: dict[int, Problem]
-) -> dict[int, Solution]:
+def read_rollout(run: trainer.Run, rollout: trainer.Batch) -> dict[int, Solution]:
     """Returns the solution of each row of a rollout."""
+    completions, _ = completions_of(run, rollout)
     solutions = {}
-    for micro in micros:
-        completions, _ = completions_of(run, micro)
-        for row, ids in zip(micro.rows.tolist(), completions, strict=True):
-            solutions[row] = read_solution(run.tokenizer, ids, problem_of_row[row])
+    for row, ids, problem in zip(rollout.rows.tolist(), completions, rollout.problems, strict=True):
+        solutions[row] = read_solution(run.tokenizer, ids, problem)
     return solutions
 
 
@@ -121,14 +119,14 @@ class Group(NamedTuple):
 
 def groups_of(
     train_set: trainer.ProblemSet,
+    rollout: trainer.Batch,
     solutions: dict[int, Solution],
-    problem_of_row: dict[int, Problem],
     size: int,
 ) -> dict[int, Group]:
     """Returns the groups of a rollout by their number, row // size, with nothing counted yet."""
     prompt_of = {problem.prompt: ids for problem, ids in zip(*train_set, strict=True)}
     groups = {}
-    for row, problem in problem_of_row.items():
+    for row, problem in zip(rollout.rows.tolist(), rollout.problems, strict=True):
         number = row // size
         if number in groups:
             continue
@@ -157,12 +155,12 @@ def missing_continuations(
 def step_values(
     run: trainer.Run,
     train_set: trainer.ProblemSet,
+    rollout: trainer.Batch,
     solutions: dict[int, Solution],
-    problem_of_row: dict[int, Problem],
     continuations: int,
 ) -> dict[int, list[float]]:
     """Returns V_0 ... V_C of each group of samples (row // G) of a rollout. V_C is 1."""
-    groups = groups_of(train_set, solutions, problem_of_row, run.args.num_generations)
+    groups = groups_of(train_set, rollout, solutions, run.args.num_generations)
     most_claims = max(len(group.tried) for group in groups.values())
     for claims in range(most_claims):
         jobs = missing_continuations(groups, claims, continuations)
@@ -247,9 +245,8 @@ def train_with_exact_credit(argv: list[str]) -> None:
     def collect(run: trainer.Run, train_set: trainer.ProblemSet, metrics: dict) -> trainer.Batch:
         """Collects a rollout, and puts the signed advantages of its tokens into its credit."""
         batch = sample_and_grade(run, train_set, metrics)
-        problem_of_row = dict(zip(batch.rows.tolist(), batch.problems, strict=True))
-        solutions = read_rollout(run, [batch], problem_of_row)
-        values = step_values(run, train_set, solutions, problem_of_row, CONTINUATIONS)
+        solutions = read_rollout(run, batch)
+        values = step_values(run, train_set, batch, solutions, CONTINUATIONS)
         size = run.args.num_generations
         batch.credit = step_advantages(solutions, values, batch, size, whole)
         batch.advantages = torch.ones_like(batch.advantages)

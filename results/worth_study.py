@@ -47,7 +47,7 @@ from step_values import piece_of, read_rollout, step_advantages, step_values
 from torch import Tensor
 
 import grpo_arca as trainer
-from common.data import Problem, token_roles
+from common.problems import token_roles
 
 LONG = ["--model_name_or_path", str(ROOT / "common/long_policy"), "--max_completion_length", "160"]
 POLICIES = {  # runs that trained policies are from
@@ -172,19 +172,17 @@ def token_baseline(run: trainer.Run, micros: list[trainer.Batch]) -> list[traine
     return copies
 
 
-def role_weights(
-    run: trainer.Run, micro: trainer.Batch, problem_of_row: dict[int, Problem]
-) -> tuple[Tensor, Tensor]:
+def role_weights(run: trainer.Run, micro: trainer.Batch) -> tuple[Tensor, Tensor]:
     """Returns two weights [B, T]: on the first wrong token, and on the digits of all results.
 
     Where no token is wrong, the first is as the second.
     """
     first_wrong = torch.zeros(micro.mask.shape)
     digits = torch.zeros(micro.mask.shape)
-    for i, row in enumerate(micro.rows.tolist()):
+    for i, problem in enumerate(micro.problems):
         ids = micro.ids[i, micro.prompt_width :][micro.mask[i]].tolist()
         pieces = [piece_of(run.tokenizer, token) for token in ids]
-        roles = token_roles(pieces, problem_of_row[row])
+        roles = token_roles(pieces, problem)
         is_digit = torch.tensor([float(role != "") for role in roles])
         is_wrong = torch.tensor([float(role == "first_wrong") for role in roles])
         digits[i, : len(roles)] = is_digit
@@ -195,14 +193,14 @@ def role_weights(
 def oracles(
     run: trainer.Run,
     train_set: trainer.ProblemSet,
+    rollout: trainer.Batch,
     micros: list[trainer.Batch],
-    problem_of_row: dict[int, Problem],
     continuations: int,
 ) -> dict[str, list[trainer.Batch]]:
-    """Returns copies of the micro-batches with each oracle's credit."""
+    """Returns copies of the micro-batches of a rollout with each oracle's credit."""
     size = run.args.num_generations
-    solutions = read_rollout(run, micros, problem_of_row)
-    values = step_values(run, train_set, solutions, problem_of_row, continuations)
+    solutions = read_rollout(run, rollout)
+    values = step_values(run, train_set, rollout, solutions, continuations)
     copies = {name: [replace(micro) for micro in micros] for name in ORACLES}
     for i, micro in enumerate(micros):
         exact = {
@@ -215,7 +213,7 @@ def oracles(
             copies[name][i].advantages = torch.ones_like(
                 micro.advantages
             )  # the credit has the sign
-        first_wrong, digits = role_weights(run, micro, problem_of_row)
+        first_wrong, digits = role_weights(run, micro)
         copies[FIRST_WRONG][i].credit = trainer.normalize(first_wrong, micro.mask, 1.0)
         copies[DIGITS][i].credit = trainer.normalize(digits, micro.mask, 1.0)
     return copies
@@ -245,7 +243,6 @@ def measure(job: Job) -> str:
     run, train_set = worth.prepare(flags, adapter)
     run.rollout = job.batch
     rollout = trainer.collect(run, train_set, {})
-    problem_of_row = dict(zip(rollout.rows.tolist(), rollout.problems, strict=True))
     found["reward"] = rollout.rewards.nanmean()
     count = len(rollout.rows)
 
@@ -261,7 +258,7 @@ def measure(job: Job) -> str:
     if BASELINE not in found:
         found[BASELINE] = worth.gradient(run, trainer, token_baseline(run, micros), count)
     if not found.keys() >= {*ORACLES}:
-        credited = oracles(run, train_set, micros, problem_of_row, job.continuations)
+        credited = oracles(run, train_set, rollout, micros, job.continuations)
         for name, copies in credited.items():
             found[name] = worth.gradient(run, trainer, copies, count)
     if NULL not in found:

@@ -160,9 +160,10 @@ def scored(
         group = rollout.rows // args.num_generations
         advantages[group % 2 == 1] = 0.0
 
-    updates = trainer.micro_batches(run.args, replace(rollout, advantages=advantages))
+    own_rollout = replace(rollout, advantages=advantages)
+    updates = trainer.micro_batches(run.args, own_rollout)
     micros = [micro for update in updates for micro in update]
-    module.score(own_run, rollout, micros, {})
+    module.score(own_run, own_rollout, micros, {})
     return own_run, module, micros
 
 

@@ -181,9 +181,6 @@ SHAPED = """
 def shaped(completions, completion_ids, answer, **_):
     assert all(answer), "the set's columns are given"
     return [100 + len(set(ids)) / 7 for ids in completion_ids]
-
-def broken(completions, **_):
-    raise ValueError("no digits\\nhere")
 """
 
 
@@ -203,16 +200,7 @@ def test_a_reward_function_of_the_users_own_is_trained_on(run_main, rows_of, tmp
         assert 0 < summary[name]["greedy_accuracy"] < 1
 
 
-def test_an_exception_in_a_reward_function_is_one_sentence(run_main, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "rewards_that_break.py").write_text(SHAPED)
-    code, _, err = run_main(reward_funcs="rewards_that_break.broken")
-    sentence = error_line(err)
-    assert code == 2 and "reward function broken: ValueError" in sentence
-    assert "no digits" in sentence
-
-
-@pytest.mark.slow  # quick: tests/test_reward.py
+@pytest.mark.slow  # quick: tests/data_and_reward/test_reward.py
 def test_a_killed_reward_worker_is_said_once_and_replaced(run_main, rows_of, tmp_path):
     """Answers that take a worker to compare; the first worker to appear is killed."""
     data = tmp_path / "data.jsonl"

@@ -1,5 +1,6 @@
 """The embedded task and its marks, data sets of every shape, the order of problems, prompts."""
 
+import itertools
 import json
 import math
 import random
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import make_policies as make
 import pytest
 import torch
 import transformers
@@ -18,7 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import grpo_arca as trainer
-import make_policies as make
 from common import data, problems
 from common.data import DataError
 from common.problems import Chain, Operation, Problem
@@ -47,7 +48,7 @@ def tokenizer(tmp_path_factory):
 
 def flags(**given):
     """The flags that load_problems reads, as the trainer parses them."""
-    return trainer.parse_args([text for k, v in given.items() for text in (f"--{k}", str(v))])
+    return trainer.parse_args([f"--{name}={value}" for name, value in given.items()])
 
 
 # ---------------------------------------------------------------------------- the embedded task
@@ -79,7 +80,8 @@ def test_train_and_held_out_chains_never_meet():
 
 
 def test_held_out_is_a_function_of_the_chain_and_one_in_ten():
-    rng, chains = random.Random(0), []
+    rng = random.Random(0)
+    chains = []
     for _ in range(5000):
         ops = tuple(Operation("add", rng.randint(2, 19)) for _ in range(3))
         chains.append(Chain(rng.randint(5, 60), ops))
@@ -202,9 +204,9 @@ def test_tokens_of_several_characters():
     pieces = ["We begin at ", "23. Then adding 19 gives", " 42. We double", " it and get ", "8"]
     pieces += ["4. Minus 5 makes ", "7", "", "9", ". ", "So it is \\boxed{", "79}.", "<end>"]
     expected = ["", "", "decisive", "", "decisive", "decisive", "decisive", "", "decisive"]
-    assert data.token_roles(pieces, PROBLEM) == expected + [""] * 4
+    assert data.token_roles(pieces, PROBLEM) == [*expected, "", "", "", ""]
     pieces[11] = "78}."
-    assert data.token_roles(pieces, PROBLEM) == expected + ["", "", "first_wrong", ""]
+    assert data.token_roles(pieces, PROBLEM) == [*expected, "", "", "first_wrong", ""]
 
 
 def test_a_completion_that_ends_too_early_is_marked_at_its_last_token():
@@ -222,11 +224,13 @@ def random_texts(count):
 def test_roles_of_any_text():
     """One role a token, from the stated set; a first wrong one exactly where there is an error."""
     for text in random_texts(2000):
-        rng, pieces = random.Random(text), []
+        rng = random.Random(text)
+        pieces = []
         while sum(map(len, pieces)) < len(text):
             begin = sum(map(len, pieces))
             pieces.append(text[begin : begin + rng.randint(0, 5)])
-        roles, error = data.token_roles(pieces, PROBLEM), data.first_error(text, PROBLEM)
+        roles = data.token_roles(pieces, PROBLEM)
+        error = data.first_error(text, PROBLEM)
         assert len(roles) == len(pieces) and set(roles) <= ROLES
         assert roles.count("first_wrong") == (error is not None and text != "")
         assert error is None or 0 <= error <= len(text)
@@ -246,9 +250,11 @@ def test_an_answer_is_right_to_first_error_only_if_it_is_to_the_grader():
 
 @pytest.mark.parametrize(
     "unit",
-    ["1", ".", "a", " ", "{", "-", "1.", ". 1"]
-    + ["\\boxed ", "\\boxed{", "\\boxed{79}", "\\boxed{1}{", "\\boxed{79", "\\boxed{{}"],
-)
+    [
+        "1", ".", "a", " ", "{", "-", "1.", ". 1", "\\boxed ", "\\boxed{", "\\boxed{79}",
+        "\\boxed{1}{", "\\boxed{79", "\\boxed{{}",
+    ],
+)  # fmt: skip
 def test_long_texts_take_linear_time(unit):
     text = unit * (100_000 // len(unit))
     data.first_error(text[:10_000], PROBLEM)
@@ -292,10 +298,14 @@ def test_slips_never_cancel(demonstrations):
 
 
 def test_slips_are_as_frequent_as_stated():
-    rng, carries, others = random.Random(2), [], []
+    rng = random.Random(2)
+    carries = []
+    others = []
     for _ in range(20_000):
-        operation, value = Operation("add", rng.randint(2, 19)), rng.randint(1, 80)
-        right, forgotten = operation.apply(value), make.without_carry(operation, value)
+        operation = Operation("add", rng.randint(2, 19))
+        value = rng.randint(1, 80)
+        right = operation.apply(value)
+        forgotten = make.without_carry(operation, value)
         made = make.slip(rng, operation, value, slips=True)
         assert make.slip(rng, operation, value, slips=False) == right
         if forgotten != right:
@@ -337,9 +347,9 @@ def test_digits_are_tokens(tokenizer, demonstrations):
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "  a\n\n\tb ", "naïve ∑ 数学 עברית", "🙂👩‍👩‍👧 e\u0301", "\x00\x01\x1b\x7f\r\n"]
-    + ["½²٣ Ⅷ 1234", "<|im_start|>x"],
-)
+    ["", " ", "  a\n\n\tb ", "naïve ∑ 数学 עברית", "🙂👩‍👩‍👧 e\u0301", "\x00\x01\x1b\x7f\r\n",
+     "½²٣ Ⅷ 1234", "<|im_start|>x"],
+)  # fmt: skip
 def test_any_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
@@ -405,8 +415,11 @@ def test_cells_of_a_csv_file_stay_as_written(tmp_path):
     )
     rows = data.read_split(str(name), None, "train")
     found = data.parse_rows(rows, "x", None, None)
-    prompts = ['1,000 + "2"?\nNow.', "c", "d"]
-    assert [(p.prompt, p.answer) for p in found] == [*zip(prompts, ["12", "007", "1.50"])]
+    assert [(p.prompt, p.answer) for p in found] == [
+        ('1,000 + "2"?\nNow.', "12"),
+        ("c", "007"),
+        ("d", "1.50"),
+    ]
     assert [p.columns["note"] for p in found] == ["x", "NA", ""]
 
 
@@ -526,7 +539,7 @@ def test_a_list_of_one_answer_is_that_answer():
 def test_several_answers_are_refused(gold):
     """They once became gold answers such as "['84', '85']", which no completion states."""
     rows = [{"problem": "a", "value": ["84"]}, {"problem": "b", "value": gold}]
-    with pytest.raises(DataError, match="row 2 of x: .*value one answer.*--answer_column"):
+    with pytest.raises(DataError, match=r"row 2 of x: .*value one answer.*--answer_column"):
         data.parse_rows(rows, "x", None, "value")
 
 
@@ -549,13 +562,14 @@ def test_conversational_prompts(tmp_path, kind, tokenizer):
 def test_prompts_that_are_neither_text_nor_messages_are_refused(prompt):
     """A chat template would write an empty message for most of them, and say nothing."""
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": prompt, "answer": "1"}]
-    with pytest.raises(DataError, match="row 2 of x: prompt must .*--prompt_column"):
+    with pytest.raises(DataError, match=r"row 2 of x: prompt must .*--prompt_column"):
         data.parse_rows(rows, "x", None, None)
 
 
 def test_local_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tmp_path):
     rows = ROWS + ROWS[:15]  # repeats must not slip through either
-    name, seen = write(tmp_path / "set.jsonl", rows), set()
+    name = write(tmp_path / "set.jsonl", rows)
+    seen = set()
     for seed in range(3):
         train, held_out = data.load_problems(flags(dataset_name=name, seed=seed))
         assert len(held_out) == len(rows) // 5
@@ -569,7 +583,7 @@ def test_local_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tm
 
 def test_an_evaluation_set_of_its_own(tmp_path):
     name = write(tmp_path / "train.jsonl", ROWS)
-    other = write(tmp_path / "eval.jsonl", ROWS[30:] + [{"problem": "New?", "answer": "7"}])
+    other = write(tmp_path / "eval.jsonl", [*ROWS[30:], {"problem": "New?", "answer": "7"}])
     train, held_out = data.load_problems(flags(dataset_name=name, eval_dataset_name=other))
     assert len(held_out) == 11 and Problem("New?", "7") in plain(held_out)
     assert sorted(plain(train)) == sorted(Problem(r["problem"], r["answer"]) for r in ROWS[:30])
@@ -609,15 +623,21 @@ def test_asking_for_more_chains_than_there_are(monkeypatch):
     fewer rows."""
     few = [CHAIN._replace(start=start) for start in (23, 24, 25)]
     draws = iter(few + few[:1] * 40_000 + [CHAIN._replace(start=26)] + few * 100_000)
-    monkeypatch.setattr(problems, "random_chain", lambda *_: next(draws))
+
+    def random_chain(*_):
+        return next(draws)
+
+    monkeypatch.setattr(problems, "random_chain", random_chain)
     assert [p.answer for p in data.chain_problems(9, held_out=True)] == ["79", "81", "83", "85"]
 
 
 @pytest.mark.slow  # all chains of two operations, one by one
 def test_every_chain_of_two_operations_is_found():
-    names = [Operation(name, by) for name in ("add", "subtract") for by in range(2, 20)]
-    names += [Operation("multiply", by) for by in (2, 3)]
-    chains = [Chain(start, (a, b)) for start in range(5, 61) for a in names for b in names]
+    operations = [Operation("add", by) for by in range(2, 20)]
+    operations += [Operation("subtract", by) for by in range(2, 20)]
+    operations += [Operation("multiply", by) for by in (2, 3)]
+    starts = range(5, 61)
+    chains = [Chain(s, (a, b)) for s, a, b in itertools.product(starts, operations, operations)]
     chains = [c for c in chains if all(1 <= value <= 99 for value in c.results())]
     every = {c.prompt() for c in chains if c.is_held_out()}
     found = data.load_problems(flags(dataset_config=2, max_eval_samples=20_000))[1]
@@ -659,9 +679,14 @@ def test_correctness(grader):
     assert data.correctness(grader, [], []) == []
 
 
+def alone(value, how):
+    """Accelerate's reduce in a run of one process."""
+    return value
+
+
 def rewards(
     grader, functions: dict, texts: list[str], ids: list[list[int]], problems,
-    reduce=lambda value, how: value,
+    reduce=alone,
 ) -> tuple:  # fmt: skip
     """What `reward_batch` returns and writes, of functions of weight 1, 2, ..."""
     mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in ids], True)
@@ -670,7 +695,11 @@ def rewards(
     batch.problems = problems
     weighted = {name: (f, weight) for weight, (name, f) in enumerate(functions.items(), 1)}
     run = SimpleNamespace(grader=grader, reward_funcs=weighted)
-    run.tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: texts)
+
+    def batch_decode(rows, **_):
+        return texts
+
+    run.tokenizer = SimpleNamespace(batch_decode=batch_decode)
     run.accelerator = SimpleNamespace(reduce=reduce)
     metrics = {}
     return data.reward_batch(run, batch, metrics).tolist(), metrics
@@ -690,7 +719,8 @@ def test_rewards_by_name(grader):
         Problem("2 + 2?", "4", columns={"answer": "4", "level": 1, "rare": 0}),
         Problem("3 + 3?", "6", columns={"answer": "6", "level": 2}),
     ]
-    texts, ids = ["\\boxed{4}", "\\boxed{5}"], [[1, 2, 3], [4]]
+    texts = ["\\boxed{4}", "\\boxed{5}"]
+    ids = [[1, 2, 3], [4]]
     functions = {"length": length, "accuracy_reward": None, "level": level}
     got, metrics = rewards(grader, functions, texts, ids, problems)
     assert got == [1 * 3.0 + 2 * 1.0 + 3 * 1.0, 1 * 1.0 + 2 * 0.0 + 3 * 2.0]
@@ -699,15 +729,21 @@ def test_rewards_by_name(grader):
     # Not `rare`: one of them lacks it.
     columns = {"answer": ["4", "6"], "level": [1, 2], "gold": ["4", "6"]}
     assert seen == [(["2 + 2?", "3 + 3?"], texts, columns)]
+
+    def short(**_):
+        return [1.0]
+
     with pytest.raises(RewardError, match="short"):
-        rewards(grader, {"short": lambda **_: [1.0]}, texts, ids, problems)
+        rewards(grader, {"short": short}, texts, ids, problems)
 
 
 def test_a_reward_function_gets_the_final_answers(grader):
     """README's, on GSM8K, whose `answer` is the whole solution."""
 
     def right(completions, gold, **_):
-        return [data.final_answer(text) == want for text, want in zip(completions, gold)]
+        return [
+            data.final_answer(text) == want for text, want in zip(completions, gold, strict=True)
+        ]
 
     rows = [{"question": "2 + 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}]
     problems = data.parse_rows(rows, "gsm8k", None, None) * 2
@@ -721,8 +757,13 @@ def test_a_function_that_is_not_for_every_completion(grader, monkeypatch):
     """TRL's None, which `call_reward_func` returns as NaN: in no sum, and in no mean."""
     nan = float("nan")
     values = {"some": [3.0, nan, 0.0], "none": [nan] * 3, "all": [1.0, 2.0, 3.0]}
-    monkeypatch.setattr(data, "call_reward_func", lambda name, *_: values[name])
-    problems, ids = [Problem("2 + 2?", "4")] * 3, [[1]] * 3
+
+    def call_reward_func(name, *_):
+        return values[name]
+
+    monkeypatch.setattr(data, "call_reward_func", call_reward_func)
+    problems = [Problem("2 + 2?", "4")] * 3
+    ids = [[1]] * 3
     got, metrics = rewards(grader, dict.fromkeys(values, len), [""] * 3, ids, problems)
     assert got == [1 * 3.0 + 3 * 1.0, 3 * 2.0, 3 * 3.0]
     assert metrics == {"rewards/some/mean": 1.5, "rewards/all/mean": 2.0}
@@ -827,7 +868,7 @@ def test_every_epoch_visits_every_problem_once_in_its_own_order():
     def epoch(number, seed=1):
         return [data.problem_at(number * 37 + i, 37, seed) for i in range(37)]
 
-    orders = [tuple(epoch(e, seed)) for e in range(4) for seed in range(3)]
+    orders = [tuple(epoch(e, seed)) for e, seed in itertools.product(range(4), range(3))]
     assert all(sorted(order) == list(range(37)) for order in orders)
     assert len(set(orders)) == 12 and tuple(range(37)) not in orders
 
@@ -885,8 +926,9 @@ def bos_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     words.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
     )
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "[UNK]"}
-    made = PreTrainedTokenizerFast(tokenizer_object=words, **names)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="[UNK]"
+    )
     made.chat_template = template
     return made
 
@@ -916,13 +958,14 @@ def test_a_template_that_refuses_is_one_sentence(tokenizer):
         "{{ messages[0]['content'] }}"
     )
     assert prompt_text(strict, "hi") == "hi"
-    with pytest.raises(DataError, match="--system_prompt.*no system role"):
+    with pytest.raises(DataError, match=r"--system_prompt.*no system role"):
         data.encode_prompt(strict, "hi", "Be brief.")
 
 
 def test_training_and_evaluation_prompts_come_from_the_same_function(monkeypatch, tmp_path):
     """load_data encodes both sets, with the same system prompt and template arguments."""
-    calls, encode_prompt = [], data.encode_prompt
+    calls = []
+    encode_prompt = data.encode_prompt
 
     def encode(tokenizer, prompt, *style):
         calls.append((prompt, style))
@@ -945,8 +988,14 @@ def test_training_and_evaluation_prompts_come_from_the_same_function(monkeypatch
 @pytest.mark.parametrize("model_type", ["own", "bitnet"])  # for which there is no tokenizer's code
 def test_a_model_that_brings_its_own_code(tmp_path, monkeypatch, model_type):
     """transformers would ask on standard input whether to run it, and wait for 15 seconds."""
-    asked, auto_map = [], {"AutoConfig": "own.C", "AutoTokenizer": ["own.T", None]}
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    asked = []
+    auto_map = {"AutoConfig": "own.C", "AutoTokenizer": ["own.T", None]}
+
+    def answer_no(question):
+        asked.append(question)
+        return "n"
+
+    monkeypatch.setattr("builtins.input", answer_no)
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
         own = json.loads((Path(TINY) / name).read_text())
         own |= {"model_type": model_type, "tokenizer_class": "Own", "auto_map": auto_map}

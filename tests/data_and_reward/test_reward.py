@@ -11,6 +11,7 @@ if __name__ == "__main__":  # --bench; under pytest the configuration does this
     sys.path.insert(0, str(ROOT))
 
 import ast
+import functools
 import json
 import math
 import os
@@ -124,7 +125,9 @@ def test_quick_path_starts_no_worker(answer, gold, verdict):
         assert grader._workers == []
 
 
-@pytest.mark.parametrize("text", ["٧", "⁷", "７", "1,00", "0,123", "7.0", "1e3", "9" * 31, "0x7"])
+@pytest.mark.parametrize(
+    "text", ["\u0667", "⁷", "\uff17", "1,00", "0,123", "7.0", "1e3", "9" * 31, "0x7"]
+)
 def test_only_plain_ascii_integers_are_compared_in_the_parent(text):
     assert quick_verdict(text, "7") is None
 
@@ -313,7 +316,11 @@ def test_the_cache_is_bounded(grader, monkeypatch):
 
 # ----------------------------------------------------------------------------------- real data
 
-SETS = {"math500": math500, "train": lambda: gsm8k("train"), "test": lambda: gsm8k("test")}
+SETS = {
+    "math500": math500,
+    "train": functools.partial(gsm8k, "train"),
+    "test": functools.partial(gsm8k, "test"),
+}
 GOLD_SCORES_ZERO: dict[str, set[str]] = {"math500": set(), "train": set(), "test": set()}
 # (boxed, the next problem's answer): written differently, and equal.
 NEXT_SCORES_ONE = {"math500": {("5", "x=5")}, "train": set(), "test": set()}
@@ -342,13 +349,23 @@ def test_gold_solutions_against_the_next_answer(name, grader):
     assert {(a, b) for a, b, verdict in differ if verdict == 1.0} == NEXT_SCORES_ONE[name]
 
 
+def as_it_is(answer: str) -> str:
+    return answer
+
+
+def with_other_commands(answer: str) -> str:
+    return answer.replace("\\frac", "\\dfrac").replace("\\left", "")
+
+
+def in_display_style(answer: str) -> str:
+    return "\\displaystyle " + answer.replace("\\right", "").replace("\\left", "")
+
+
 REWRITTEN = {
-    "as it is": lambda s: s,
-    "other commands": lambda s: s.replace("\\frac", "\\dfrac").replace("\\left", ""),
-    "display style": lambda s: "\\displaystyle " + s.replace("\\right", "").replace("\\left", ""),
+    "as it is": as_it_is,
+    "other commands": with_other_commands,
+    "display style": in_display_style,
 }
-
-
 SLOW_FORMS = [pytest.param(form, marks=pytest.mark.slow) for form in list(REWRITTEN)[:2]]
 
 
@@ -399,7 +416,8 @@ HOSTILE = [
     "{" * 10_000 + "7" + "}" * 10_000, "(" * 10_000 + "7" + ")" * 10_000,
     r"\frac{" * 10_000 + "7" + "}{1}" * 10_000, r"\sqrt{" * 10_000 + "7" + "}" * 10_000,
     r"\sqrt{" * 40 + "7" + "}" * 40, "((((((((7", "8" * 1_000_000, "8" * 400, "x" * 2_000_000,
-    "7\0", "\0", "a\0b", "٧", "⁷", "７", "７.0", "\ud800", "7\ud800", "\U0001f600" * 400,
+    "7\0", "\0", "a\0b", "\u0667", "⁷", "\uff17", "\uff17.0", "\ud800", "7\ud800",
+    "\U0001f600" * 400,
     "__import__('os').system('touch pwned')", "__import__(\"os\").system(\"touch pwned\")",
     "().__class__.__base__.__subclasses__()", "(lambda: open('pwned', 'w'))()", LAMBDIFY,
     "exec('open(\"pwned\",\"w\")')", OPEN, rf"\text{{{OPEN}}}", "7\n7", '7"]\n["7", "7"]', "1\n",
@@ -473,12 +491,14 @@ def test_a_call_ends_when_its_budget_is_spent():
     slow = [f"5^{{5^{{5^{{{i}}}}}}}" for i in range(5, 11)]
     texts = [box(text) for text in [*slow, "14/2", "21/3", "28/4"]] + [box("7")]
     with ready_grader(1, 10.0) as grader:
-        grader._budget, cached, start = 0.7, len(grader._cache), time.monotonic()
+        grader._budget = 0.7
+        cached = len(grader._cache)
+        start = time.monotonic()
         assert grader.grade(texts, ["7"] * 10) == [0.0] * 9 + [1.0]
         assert time.monotonic() - start < 5.0
         assert grader.timeouts == 9 and len(grader._cache) == cached  # none of them was judged
         grader._budget = grader._timeout = 30.0
-        assert grader.grade(texts[6:] + [box("15/2")], ["7"] * 5) == [1.0] * 4 + [0.0]
+        assert grader.grade([*texts[6:], box("15/2")], ["7"] * 5) == [1.0] * 4 + [0.0]
         assert grader.timeouts == 9
 
 
@@ -493,10 +513,15 @@ def test_a_budget_too_small_for_one_verdict_and_one_large_enough():
 def test_the_start_of_a_worker_is_not_counted(monkeypatch):
     """By a clock on which it takes 20 s; the budget is half of that."""
     late = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
+
+    def late_clock():
+        return time.monotonic() + late[0]
+
+    clock = SimpleNamespace(monotonic=late_clock)
     monkeypatch.setattr(reward, "time", clock)
     with Grader(1, timeout=10.0, budget=10.0) as grader:
-        start, starts = grader._start, []
+        start = grader._start
+        starts = []
 
         def slow_start():
             starts.append(start())
@@ -523,8 +548,14 @@ def test_a_worker_killed_while_idle_costs_nothing():
 def kill_in_the_middle(grader: Grader, times: int) -> threading.Thread:
     """Stops the only worker, so that it is certainly at work, and kills it; `times` workers."""
 
-    ready, start = list(grader._workers), grader._start
-    grader._start = lambda: ready.append(start()) or ready[-1]
+    ready = list(grader._workers)
+    start = grader._start
+
+    def record_start():
+        ready.append(start())
+        return ready[-1]
+
+    grader._start = record_start
 
     def kill() -> None:
         for place in range(times):
@@ -556,8 +587,14 @@ def test_a_worker_killed_while_busy_costs_no_verdict_and_is_told_once(capfd):
 
 def test_an_answer_that_kills_its_worker_twice_gets_0_and_the_rest_goes_on(capfd, monkeypatch):
     with ready_grader(1, 30.0) as grader:
-        sent, start = [], grader._start
-        monkeypatch.setattr(grader, "_start", lambda: sent.append(1) or start())
+        sent = []
+        start = grader._start
+
+        def record_start():
+            sent.append(1)
+            return start()
+
+        monkeypatch.setattr(grader, "_start", record_start)
         killer = kill_in_the_middle(grader, times=2)
         # 5^(5^(5^5)) holds the second worker until it is killed too: no clock decides this test
         texts = [box(ENDLESS[0]), box("14/2"), box("15/2"), "no box"]
@@ -700,7 +737,8 @@ def test_workers_that_cannot_start_are_one_clear_error(cause, tmp_path, monkeypa
 
 
 def test_a_worker_that_fails_to_start_once_is_started_again(tmp_path, monkeypatch):
-    program, failed = tmp_path / "python", tmp_path / "failed"
+    program = tmp_path / "python"
+    failed = tmp_path / "failed"
     again = f'[ -e {failed} ] && exec {sys.executable} "$@"'
     program.write_text(f"#!/bin/sh\n{again}\ntouch {failed}; exit 1")
     program.chmod(0o755)
@@ -713,6 +751,15 @@ def test_a_worker_that_fails_to_start_once_is_started_again(tmp_path, monkeypatc
 # ---------------------------------------------------------------------- custom reward functions
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
+
+
+def returns(values):
+    """A reward function that returns these values."""
+
+    def function(**_):
+        return values
+
+    return function
 
 
 def called(function, prompts=("a", "b"), texts=("x", "yy"), **columns):
@@ -786,7 +833,7 @@ def test_numbers_of_every_kind():
         [numpy.float32(1), numpy.float64(0.5)], [numpy.bool_(True), torch.tensor(0.5)],
         torch.tensor([1, 0.5], dtype=torch.bfloat16, requires_grad=True).detach(),
     ):  # fmt: skip
-        got = called(lambda _values=values, **_: _values)
+        got = called(returns(values))
         assert got == [1.0, 0.5] and all(type(value) is float for value in got)
 
 
@@ -802,7 +849,7 @@ def test_numbers_of_every_kind():
 )  # fmt: skip
 def test_values_that_are_no_rewards(values, says):
     with pytest.raises(RewardError, match=rf"reward function mine.*{says}") as error:
-        called(lambda **_: values)
+        called(returns(values))
     assert "\n" not in str(error.value)
 
 
@@ -810,17 +857,23 @@ def test_an_exception_in_a_reward_function_is_one_sentence():
     def broken(**_):
         raise KeyError("two\nlines")
 
-    for function in (broken, lambda completions: [1, 2], lambda needed, **_: [1, 2]):
-        with pytest.raises(RewardError, match="reward function mine: (Key|Type)Error") as error:
+    def takes_no_columns(completions):
+        return [1, 2]
+
+    def needs_a_column(needed, **_):
+        return [1, 2]
+
+    for function in (broken, takes_no_columns, needs_a_column):
+        with pytest.raises(RewardError, match=r"reward function mine: (Key|Type)Error") as error:
             called(function)
         assert "\n" not in str(error.value) and error.value.__cause__ is not None
 
 
 def test_none_is_not_counted_as_in_trl():
     for values in ([1, None], iter([1.0, None])):
-        got = called(lambda _values=values, **_: _values)
+        got = called(returns(values))
         assert got[0] == 1.0 and math.isnan(got[1])
-    assert all(map(math.isnan, called(lambda **_: [None, None])))
+    assert all(map(math.isnan, called(returns([None, None]))))
 
 
 def test_the_gradients_stay_on_whatever_a_reward_function_does():
@@ -870,7 +923,7 @@ def test_an_error_names_the_line_of_the_users_own_code(tmp_path, monkeypatch):
     assert str(error.value).endswith(place) and "\n" not in str(error.value)
     for values in ([1j, 1], None):  # no line is to blame
         with pytest.raises(RewardError) as error:
-            called(lambda _values=values, **_: _values)
+            called(returns(values))
         assert ".py" not in str(error.value)
 
 
@@ -896,7 +949,7 @@ def test_ready_made_functions_of_trl_run_unchanged():
     for (name, function), values in zip(functions.items(), expected, strict=True):
         got = call_reward_func(name, function, [CHAT] * 3, texts, [[1]] * 3, columns)
         assert got == values, name
-    with pytest.raises(RewardError, match="accuracy_reward.*solution"):
+    with pytest.raises(RewardError, match=r"accuracy_reward.*solution"):
         call_reward_func("accuracy_reward", functions["accuracy_reward"], [CHAT], ["x"], [[1]], {})
 
 
@@ -941,16 +994,22 @@ def test_the_worker_imports_no_torch(grader):
 
 
 def test_the_source_evaluates_nothing():
-    for name in ("answers.py", "grading_worker.py", "reward.py"):
-        tree = ast.parse((ROOT / "common" / name).read_text())
-        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-        names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-        names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-        bad = {"eval", "exec", "sympify", "parse_expr", "loads", "ExprExtractionConfig", "pickle"}
-        json_loads = {"loads"} if name == "grading_worker.py" else set()
-        assert names & bad == json_loads, name
-        modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-        assert not modules & {"pickle", "multiprocessing"}, name
+    bad = {"eval", "exec", "sympify", "parse_expr", "loads", "ExprExtractionConfig", "pickle"}
+    for file in ("answers.py", "grading_worker.py", "reward.py"):
+        names = set()
+        modules = set()
+        for node in ast.walk(ast.parse((ROOT / "common" / file).read_text())):
+            if isinstance(node, ast.Name):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.ImportFrom):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+        json_loads = {"loads"} if file == "grading_worker.py" else set()
+        assert names & bad == json_loads, file
+        assert not modules & {"pickle", "multiprocessing"}, file
 
 
 # --------------------------------------------------------------------------------------- bench
@@ -958,8 +1017,10 @@ def test_the_source_evaluates_nothing():
 
 def bench() -> None:
     """Completions per second: MATH-500 and the GSM8K test split, against right and wrong golds."""
-    (m_texts, m_golds), (g_texts, g_golds) = math500(), gsm8k("test")
-    texts, golds = m_texts + g_texts, m_golds + g_golds
+    m_texts, m_golds = math500()
+    g_texts, g_golds = gsm8k("test")
+    texts = m_texts + g_texts
+    golds = m_golds + g_golds
     rewritten = [box("\\displaystyle " + gold) for gold in golds]
     mixes = [
         ("gold solutions, own answers", texts, golds),
@@ -972,9 +1033,11 @@ def bench() -> None:
         with ready_grader(2, 5.0) if started else Grader(2, 5.0) as grader:
             print("workers started before" if started else "worker start included")
             for name, completions, answers in mixes:
-                before, start = len(grader._cache), time.perf_counter()
+                before = len(grader._cache)
+                start = time.perf_counter()
                 right = sum(grader.grade(completions, answers))
-                seconds, judged = time.perf_counter() - start, len(grader._cache) - before
+                seconds = time.perf_counter() - start
+                judged = len(grader._cache) - before
                 print(
                     f"  {name}: {len(completions)} in {seconds:.2f} s = "
                     f"{len(completions) / seconds:.0f}/s; {judged} pairs ({judged / seconds:.0f}/s)"

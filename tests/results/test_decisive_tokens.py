@@ -1,18 +1,13 @@
 """results/decisive_tokens.py: the AUROC of the first wrong token, and means over completions."""
 
-import importlib.util
-
+import decisive_tokens as decisive
 import pytest
 import torch
-from conftest import ROOT, TINY
+from support import TINY
 from transformers import AutoTokenizer
 
 import grpo_arca as trainer
-from common.data import Problem
-
-spec = importlib.util.spec_from_file_location("decisive", ROOT / "results/decisive_tokens.py")
-decisive = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(decisive)
+from common.problems import Problem
 
 
 @pytest.mark.parametrize(
@@ -42,18 +37,23 @@ def test_auroc_of_random_weights_is_a_half():
 
 def test_figures_are_means_over_the_completions_that_have_them():
     """One is right, one goes wrong at its third number's last digit, which then weighs 4 of 1."""
-    tokenizer, problem = AutoTokenizer.from_pretrained(TINY), Problem("", "12", (12,))
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     texts = ["Start: 5. 5 + 7 = 12. \\boxed{12}", "Start: 5. 5 + 7 = 13. So it is \\boxed{13}"]
     ids = [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], True).bool()
     ids = torch.nn.utils.rnn.pad_sequence(ids, True)
     batch = trainer.Batch(torch.arange(2), 0, ids, mask, mask[:, 0], mask.float(), mask.float())
-    run, batch.weights = type("Run", (), {"tokenizer": tokenizer}), mask.float()
-    means = decisive.figures(run, batch, [problem] * 2)
+    batch.problems = [Problem("", "12", (12,))] * 2
+    batch.weights = mask.float()
+    run = type("Run", (), {"tokenizer": tokenizer})
+    means = decisive.figures(run, batch)
     expected = {"decisive": 1, "first_wrong": 1, "auroc": 0.5, "effn": 1, "gini": 0}
     assert {name: means[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
     place = [tokenizer.decode([i]) for i in ids[1]].index("3")
-    batch.weights[1, place], count = 4, int(mask[1].sum())
-    means, mean = decisive.figures(run, batch, [problem] * 2), (count + 3) / count
+    batch.weights[1, place] = 4
+    count = int(mask[1].sum())
+    mean = (count + 3) / count
+    means = decisive.figures(run, batch)
     expected = {"decisive": (1 + 2.5 / mean) / 2, "first_wrong": 4 / mean, "auroc": 1}
     assert {name: means[name] for name in expected} == pytest.approx(expected)

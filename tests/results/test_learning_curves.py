@@ -9,7 +9,7 @@ from pathlib import Path
 import learning_curves as study
 import numpy as np
 import pytest
-from conftest import ROOT
+from support import ROOT
 
 DATA = ROOT / "results/data/learning_curves"
 

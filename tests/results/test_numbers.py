@@ -443,6 +443,8 @@ def results_sentences() -> list[str]:
     arca = find("worth/smollm2_middle", method="grpo_arca.py --credit arca")
     trace = find("worth/smollm2_middle", method="grpo_strace.py")
     mine = find("worth/8_operations_start", method="my_method.py")
+    late_policy = "3-4 operations, step 45"
+    late = find("worth/study_3_to_4_operations", setting=late_policy, method="arca")
     trained = "runs/grpo_oar-oar_g-1"
     auroc = plain(find("decisive_tokens/table", policy=trained, credit="arca")["auroc"], 2)
     ranks = [row["rank"] for row in table("decisive_tokens/table") if row["credit"] == "oar_g"]
@@ -464,7 +466,8 @@ def results_sentences() -> list[str]:
         f"In plain worth it is not: {interval(null, 'worth')}.",
         f"ARCA is worth {interval(arca, 'adam')}, less than GRPO, and",
         f"S-trace {interval(trace, 'adam')}, which cannot be told from it.",
-        f"with an AUROC of {auroc}, and still",
+        f"with an AUROC of {auroc}. Its gradient",
+        f"after 45 updates, it is worth {interval(late, 'adam')}.",
         f"OAR-G with OAR-P is {ranks[0]} before training and {ranks[1]} after.",
         f"a step took {one} seconds with one thread and {two} with two.",
         f"It is worth {interval(mine, 'adam')} to Adam",

@@ -3,6 +3,7 @@
 import csv
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ import step_values
 import torch
 import worth
 import worth_study as study
-from conftest import ROOT
+from support import ROOT
 
 import grpo_arca as trainer
-from common.data import Problem, encode_prompt
+from common.data import encode_prompt
+from common.problems import Problem
 
 PROBLEM = Problem("Start with 23, add 19, subtract 2, double it.", "80", (42, 40, 80))
 
@@ -122,9 +124,10 @@ def test_values_are_success_rates(make_run):
             rates.append(sum(solution.right == 4 for solution in found) / 1024)
         whole = tokens_of(run, start + "Minus 2 makes 40. Then doubling it gives 80. ")
         solution = step_values.read_solution(run.tokenizer, whole, PROBLEM)
-        solutions, problem_of = dict.fromkeys(range(4), solution), dict.fromkeys(range(4), PROBLEM)
+        solutions = dict.fromkeys(range(4), solution)
+        rollout = SimpleNamespace(rows=torch.arange(4), problems=[PROBLEM] * 4)
         data = ([PROBLEM], [prompt])
-        values = step_values.step_values(run, data, solutions, problem_of, 512)[0]
+        values = step_values.step_values(run, data, rollout, solutions, 512)[0]
     assert 0.1 < rates[0] < rates[1] < 0.9  # else it would show nothing
     assert values[0] == pytest.approx(rates[0], abs=0.08)
     assert values[1] == pytest.approx(rates[1], abs=0.08)
@@ -160,7 +163,7 @@ def test_only_wrong_leaves_right_completions_alone(make_run):
     run, batch = sampled(make_run)
     run.args.credit = "surprisal"
     (micro,) = study.all_rows(run.args, batch)
-    trainer.score(run, micro, [micro], {})
+    trainer.score(run, batch, [micro], {})
     before = micro.credit.clone()
     study.for_wrong_only([micro])
     wrong = micro.advantages < 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import worth
-from conftest import ROOT
+from support import ROOT
 
 import grpo_arca as trainer
 
@@ -36,7 +36,8 @@ def trained_gradient(method: str, adapter: Path) -> torch.Tensor:
     state = worth.load_file(adapter / "adapter_model.safetensors")
     worth.set_peft_model_state_dict(run.model, state)
     run.rollout = 3
-    (micros,) = module.micro_batches(args, module.collect(run, data, {}))
+    batch = module.collect(run, data, {})
+    (micros,) = module.micro_batches(args, batch)
     module.score(run, batch, micros, {})
     seen = []
 

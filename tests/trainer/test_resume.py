@@ -168,7 +168,7 @@ def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(runs):
 def first(make_run, tmp_path_factory):
     """A run with a checkpoint-0. What is refused leaves it as good as it was."""
     run = make_run(output_dir=tmp_path_factory.mktemp("first"))
-    trainer.update(run, [random_batch()])  # so that the optimiser has a state
+    trainer.update(run, [random_batch()])  # so that the optimizer has a state
     trainer.save_checkpoint(run, None)
     return run
 
