@@ -135,8 +135,16 @@ def parse_rows(
     if not problems:
         raise DataError(f"{left_out}; {advice}")
     if len(problems) < len(rows) and os.environ.get("RANK", "0") == "0":
-        print(left_out, file=sys.stderr)
+        print(printable(left_out), file=sys.stderr)
     return problems
+
+
+def printable(text: str) -> str:
+    """Returns a text as one line that sends no escape codes to a terminal.
+
+    Names from files that others wrote may hold some.
+    """
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def pick_column(present: Sequence[str], named: str | None, known: Sequence[str], flag: str) -> str:
