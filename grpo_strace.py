@@ -92,7 +92,15 @@ SCRIPT = Path(__file__).resolve()
 if not (SCRIPT.parent / "common").is_dir():
     sys.exit(f"copy common/ to {SCRIPT.parent}, too")
 
-from common.data import DataError, Problem, grade_batch, load_data, problem_at, reward_batch
+from common.data import (
+    DataError,
+    Problem,
+    grade_batch,
+    load_data,
+    printable,
+    problem_at,
+    reward_batch,
+)
 from common.metrics import (
     RunLog,
     best_step,
@@ -1285,6 +1293,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
             quantization_config=quantization if args.load_in_4bit else None,
             dtype=args.dtype,
             device_map={"": device},
+            ignore_mismatched_sizes=True,  # `check_weights` names them
             output_loading_info=True,
         )
         check_weights(base, name, loading)
@@ -1676,10 +1685,8 @@ def say(message: object) -> None:
     if int(os.environ.get("RANK", "0")) != 0:
         return
     text = f"{SCRIPT.name}: {message}"[:MAX_MESSAGE_LENGTH]
-    # Names from files that others wrote must not send escape codes to the terminal.
-    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     with contextlib.suppress(OSError):  # nobody may be listening
-        tqdm.write(line, file=sys.stderr)
+        tqdm.write(printable(text), file=sys.stderr)
 
 
 def fail(message: object) -> NoReturn:

@@ -73,7 +73,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     evals = [row["eval"] for row in rows if row.get("eval")]
     updates = [row for row in rows if "reward" in row]
     phases = []
-    rollout_tokens = 0
+    rollout_tokens = 0.0
     for row in updates:
         seconds = [finite_or_nan(x) for name, x in row.items() if name.startswith("seconds_")]
         phases += [x for x in seconds if x >= 0]  # NaN, of what is no number, is left out
@@ -85,7 +85,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "before": evals[0],
         "after": evals[-1],
         "steps": updates[-1]["step"] if updates else 0,
-        "rollout_tokens": rollout_tokens,
+        "rollout_tokens": int(rollout_tokens),
         "seconds": round(time.time() - psutil.Process().create_time(), 1),  # of the process
         "seconds_per_step": sum(phases) / max(1, len(updates)),  # of training alone
     }

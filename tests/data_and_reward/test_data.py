@@ -612,7 +612,7 @@ def test_small_floats_of_a_parquet_file(tmp_path, monkeypatch):
         for name in (str(tmp_path / "set.parquet"), "on/hub"):
             rows = data.read_split(name, None, "train")
             if dtype == "binary":
-                with pytest.raises(DataError, match="row 1 of x: .* answer one answer"):
+                with pytest.raises(DataError, match=r"row 1 of x: .* answer one answer"):
                     data.parse_rows(rows, "x", None, None)
             else:
                 found = data.parse_rows(rows, "x", None, None)

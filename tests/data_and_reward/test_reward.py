@@ -1077,7 +1077,7 @@ def test_ready_made_functions_of_trl_run_unchanged():
     for (name, function), values in zip(functions.items(), expected, strict=True):
         got = call_reward_func(name, function, [CHAT] * 3, texts, [[1]] * 3, columns, {})
         assert got == values, name
-    with pytest.raises(RewardError, match="accuracy_reward.*solution"):
+    with pytest.raises(RewardError, match=r"accuracy_reward.*solution"):
         call_reward_func(
             "accuracy_reward", functions["accuracy_reward"], [CHAT], ["x"], [[1]], {}, {}
         )

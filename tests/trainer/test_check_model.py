@@ -283,12 +283,13 @@ def test_a_tied_head_is_not_missing(tmp_path):
 
 
 def test_weights_of_modules_that_the_model_does_not_have_may_be_left_out(copied):
-    """A vision tower, a value head, and what old checkpoints of Llama hold beside weights."""
+    """A vision tower, other heads, and what old checkpoints of Llama hold beside weights."""
 
     def add(weights):
         weights["vision_tower.blocks.0.attention.q.weight"] = torch.zeros(2, 2)
         weights["multi_modal_projector.linear.weight"] = torch.zeros(2, 2)
         weights["v_head.summary.weight"] = torch.zeros(2, 2)
+        weights["score.weight"] = torch.zeros(2, 2)
         weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
 
     change_weights(copied, add)
@@ -303,14 +304,14 @@ def test_weights_of_modules_that_the_model_does_not_have_may_be_left_out(copied)
         (["query", "key"], "query"),
         (["all-linear", "q_proj"], "all-linear"),
         (["q_proj", "all-linear"], "all-linear"),
-        (["proj"], "proj"),  # part of a name is not the name
+        (["q_proj", "proj"], "proj"),  # part of a name is not the name
     ],
 )
 def test_targets_that_match_nothing_or_stand_beside_all_linear_are_refused(
     llama, capsys, names, culprit
 ):
     sentence = refused(lambda: check(llama, lora_target_modules=names), capsys)
-    assert culprit in sentence and str(llama) in sentence
+    assert f" {culprit} " in sentence and str(llama) in sentence
 
 
 def trained_layers(run: trainer.Run) -> set[str]:

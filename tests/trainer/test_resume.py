@@ -238,7 +238,7 @@ CHANGES = {
     "a count that is a text": lambda state: state["optimizer"][0].update(step="one"),
     "a schedule that is no number": lambda state: state.update(schedule="four"),
     "no base": lambda state: state.pop("base"),
-    "another base": lambda state: state["base"].reverse(),
+    "another base": lambda state: state.update(base=state["base"][::-1]),
     "a step that is no number": lambda state: state.update(step="four"),
     "groups that are no list": lambda state: state.update(groups=5),
     "flags that are no flags": lambda state: state.update(flags=[1]),
