@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from common.data import completions_of
+from common.printable import printable
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -185,7 +186,7 @@ def start_log(accelerator: Accelerator, config: dict[str, Any], resume_step: int
 
     def give_up(error: Exception) -> None:
         accelerator.trackers = []
-        tqdm.write(f"going on without {tracker}: {error}", file=sys.stderr)
+        tqdm.write(printable(f"going on without {tracker}: {error}"), file=sys.stderr)
 
     def track(figures: dict[str, Any], step: int) -> None:
         try:

@@ -22,8 +22,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import grpo_arca as trainer
 from common import data, problems
 from common.data import DataError
+from common.printable import printable
 from common.problems import Chain, Operation, Problem
-from common.reward import Grader, RewardError
+from common.reward import Grader, RewardError, call_reward_func
 
 SHARED = ROOT.parent / "shared/data"
 ROLES = {"", "decisive", "first_wrong"}
@@ -613,6 +614,50 @@ def test_a_prompt_as_text_and_as_chat_is_never_in_both_sets(tmp_path):
     train, held_out = data.load_problems(flags(dataset_name=text, eval_dataset_name=chat))
     assert len(held_out) == 30
     assert sorted(p.prompt for p in train) == [f"p{i}" for i in range(30, 40)]
+
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b2J\u202e\r\n\ud800"
+
+
+def test_no_message_has_escape_codes(tmp_path, capfd, tokenizer, monkeypatch):
+    """Of column names, cells, templates, and of what reward functions raise or return."""
+    cell = f"the answer is {ESCAPES} 16"
+    data.parse_rows(
+        [{"problem": "a", "answer": cell}, {"problem": "b", "answer": ""}], "x", None, None
+    )
+    said = [capfd.readouterr().err]
+    (tmp_path / "set.csv").write_text(f"problem,answer\n1,{ESCAPES[:-3]},2\n")
+    monkeypatch.setattr(tokenizer, "chat_template", f"{{{{ raise_exception({ESCAPES[:-1]!r}) }}}}")
+
+    def broken(**_):
+        raise ValueError(ESCAPES)
+
+    class Shown:
+        def __repr__(self):
+            return ESCAPES
+
+    def returns(**_):
+        return [Shown()]
+
+    for call in (
+        lambda: data.parse_rows([{ESCAPES: 1}], "x", None, None),
+        lambda: data.read_split(str(tmp_path / "set.csv"), None, "train"),
+        lambda: data.encode_prompt(tokenizer, "a"),
+        lambda: call_reward_func("mine", broken, ["a"], ["b"], [[1]], {}, {}),
+        lambda: call_reward_func("mine", returns, ["a"], ["b"], [[1]], {}, {}),
+    ):
+        with pytest.raises((DataError, RewardError)) as error:
+            call()
+        said.append(str(error.value) + "\n")
+    for text in said:
+        assert "\\x1b[2J" in text, text
+        assert all(line.isprintable() for line in text.removesuffix("\n").split("\n")), text
+
+
+def test_printable():
+    assert printable(ESCAPES[:-1]) == "\\x1b[2J\\x1b]0;title\\x07\\x9b2J\\u202e  "
+    assert printable("naïve ∑ 数学 🙂") == "naïve ∑ 数学 🙂" and printable("\ud800") == "\\ud800"
+    assert printable(ValueError("two\nlines")) == "two lines"
 
 
 def test_a_prompt_of_50_mb_is_refused_quickly():
