@@ -899,6 +899,25 @@ def test_a_function_that_is_not_for_every_completion(grader, monkeypatch):
     assert metrics == {"rewards/some/mean": pytest.approx(3.5 / 3)}
 
 
+def test_numbers_that_only_another_process_logs(grader, monkeypatch):
+    """They are averaged over all that were logged, in the same order on every process."""
+    reduced = []
+
+    def mine(log_metric, **_):
+        log_metric("b", 1.0)
+        return [0.0]
+
+    def reduce(value, how):  # the other process has logged a = 5 and b = 3, and a reward of 0
+        reduced.append(value.tolist())
+        return value + torch.tensor([[5.0, 1.0], [3.0, 1.0], [0.0, 1.0]][len(reduced) - 1])
+
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda names: [*names, "b", "mean", "a"])
+    problems = [Problem("2 + 2?", "4")]
+    _, metrics = rewards(grader, {"mine": mine}, ["x"], [[1]], problems, reduce)
+    assert reduced == [[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]
+    assert metrics == {"rewards/mine/a": 5.0, "rewards/mine/b": 2.0, "rewards/mine/mean": 0.0}
+
+
 def test_weighted_sums_beyond_float32_are_refused(grader):
     problems, ids, texts = [Problem("2 + 2?", "4")] * 2, [[1], [1]], ["a", "b"]
     for values in ([1.0, 1e39], [-1e300, 1.0], [1.0, 1e30]):
