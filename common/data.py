@@ -15,6 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.printable import printable
 from common.problems import (
     Chain,
     Operation,
@@ -59,6 +60,9 @@ ProblemSet = tuple[list[Problem], list[list[int]]]  # problems, and their prompt
 
 class DataError(Exception):
     """A data set that cannot be used; the message is one sentence that says what to change."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 # ---- Rows of a data set --------------------------------------------------------------------------
@@ -214,9 +218,9 @@ def parse_rows(
         raise DataError(f"{left_out}; {advice}")
     if os.environ.get("RANK", "0") == "0":
         if len(problems) < len(rows):
-            print(left_out, file=sys.stderr)
+            print(printable(left_out), file=sys.stderr)
         if sentences:
-            print(about_sentences(sentences), file=sys.stderr)
+            print(printable(about_sentences(sentences)), file=sys.stderr)
     return problems
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from common.credit_page import write_credit_page
 from common.curves import write_curves
+from common.printable import printable
 from common.run_log import RunLog, finite_or_nan, plain
 
 CARD_TEMPLATE = Path(__file__).with_name("adapter_card.md")
@@ -65,7 +66,7 @@ def going_on(path: Path, failed: set[Path]) -> Iterator[None]:
             raise
         failed.add(path)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        tqdm.write(f"{path} is not written, the run goes on: {reason}", sys.stderr)
+        tqdm.write(printable(f"{path} is not written, the run goes on: {reason}"), sys.stderr)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from common.answers import boxed_span, last_boxed, quick_verdict, tidy
+from common.printable import printable
 
 __all__ = [
     "Grader", "RewardError", "boxed_span", "call_reward_func", "is_right", "last_boxed",
@@ -50,6 +51,9 @@ RewardFunction = Callable[..., Any]  # by TRL's convention; see `call_reward_fun
 
 class RewardError(Exception):
     """A reward that cannot be computed; the message says what to change in one sentence."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 # ---- Grading -------------------------------------------------------------------------------------
@@ -232,7 +236,7 @@ class Grader:
         self._has_told = True
         what = "it is replaced, its answer tried again, and the run goes on (said once)."
         sentence = f"reward: a grading worker was {worker.cause_of_death()}; {what}"
-        print(sentence, file=sys.stderr, flush=True)
+        print(printable(sentence), file=sys.stderr, flush=True)
 
     def _start(self) -> Worker:
         """Returns a new worker that is ready."""

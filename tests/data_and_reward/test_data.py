@@ -23,8 +23,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import grpo_arca as trainer
 from common import data, problems
 from common.data import DataError
+from common.printable import printable
 from common.problems import Chain, Operation, Problem
-from common.reward import Grader, RewardError
+from common.reward import Grader, RewardError, call_reward_func
 
 SHARED = ROOT.parent / "shared/data"
 ROLES = {"", "decisive", "first_wrong"}
@@ -629,6 +630,50 @@ def test_a_prompt_as_text_and_as_chat_is_never_in_both_sets(tmp_path):
     assert sorted(p.prompt for p in train) == [f"p{i}" for i in range(30, 40)]
 
 
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b2J\u202e\r\n\ud800"
+
+
+def test_no_message_has_escape_codes(tmp_path, capfd, tokenizer, monkeypatch):
+    """Of column names, cells, templates, and of what reward functions raise or return."""
+    cell = f"the answer is {ESCAPES} 16"
+    data.parse_rows(
+        [{"problem": "a", "answer": cell}, {"problem": "b", "answer": ""}], "x", None, None
+    )
+    said = [capfd.readouterr().err]
+    (tmp_path / "set.csv").write_text(f"problem,answer\n1,{ESCAPES[:-3]},2\n")
+    monkeypatch.setattr(tokenizer, "chat_template", f"{{{{ raise_exception({ESCAPES[:-1]!r}) }}}}")
+
+    def broken(**_):
+        raise ValueError(ESCAPES)
+
+    class Shown:
+        def __repr__(self):
+            return ESCAPES
+
+    def returns(**_):
+        return [Shown()]
+
+    for call in (
+        lambda: data.parse_rows([{ESCAPES: 1}], "x", None, None),
+        lambda: data.read_split(str(tmp_path / "set.csv"), None, "train"),
+        lambda: data.encode_prompt(tokenizer, "a"),
+        lambda: call_reward_func("mine", broken, ["a"], ["b"], [[1]], {}, {}),
+        lambda: call_reward_func("mine", returns, ["a"], ["b"], [[1]], {}, {}),
+    ):
+        with pytest.raises((DataError, RewardError)) as error:
+            call()
+        said.append(str(error.value) + "\n")
+    for text in said:
+        assert "\\x1b[2J" in text, text
+        assert all(line.isprintable() for line in text.removesuffix("\n").split("\n")), text
+
+
+def test_printable():
+    assert printable(ESCAPES[:-1]) == "\\x1b[2J\\x1b]0;title\\x07\\x9b2J\\u202e  "
+    assert printable("naïve ∑ 数学 🙂") == "naïve ∑ 数学 🙂" and printable("\ud800") == "\\ud800"
+    assert printable(ValueError("two\nlines")) == "two lines"
+
+
 def test_a_prompt_of_50_mb_is_refused_quickly():
     prompt = "five words of a prompt " * 2_200_000
     for long in (prompt, [{"role": "user", "content": prompt}]):
@@ -894,6 +939,25 @@ def test_a_function_that_is_not_for_every_completion(grader, monkeypatch):
 
     got, metrics = rewards(grader, {"some": len}, [""] * 3, ids, problems, reduce)
     assert metrics == {"rewards/some/mean": pytest.approx(3.5 / 3)}
+
+
+def test_numbers_that_only_another_process_logs(grader, monkeypatch):
+    """They are averaged over all that were logged, in the same order on every process."""
+    reduced = []
+
+    def mine(log_metric, **_):
+        log_metric("b", 1.0)
+        return [0.0]
+
+    def reduce(value, how):  # the other process has logged a = 5 and b = 3, and a reward of 0
+        reduced.append(value.tolist())
+        return value + torch.tensor([[5.0, 1.0], [3.0, 1.0], [0.0, 1.0]][len(reduced) - 1])
+
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda names: [*names, "b", "mean", "a"])
+    problems = [Problem("2 + 2?", "4")]
+    _, metrics = rewards(grader, {"mine": mine}, ["x"], [[1]], problems, reduce)
+    assert reduced == [[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]
+    assert metrics == {"rewards/mine/a": 5.0, "rewards/mine/b": 2.0, "rewards/mine/mean": 0.0}
 
 
 def test_weighted_sums_beyond_float32_are_refused(grader):
