@@ -15,7 +15,7 @@ import grpo_oar
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [grpo_arca, grpo_oar], ids=lambda m: m.__name__)
 def test_shape_with_forced_lengths(module, tmp_path, monkeypatch):
-    monkeypatch.setitem(bench.SHAPES, "0.6B", (64, 64, 1, 8, True))
+    monkeypatch.setitem(bench.SHAPES, "0.6B", bench.Shape(64, 64, 1, 8, True))
     monkeypatch.setattr(bench, "VOCABULARY", 8192)
     monkeypatch.setattr(module, "row_uniforms", module.row_uniforms)  # restored afterwards
     argv = "--shape 0.6B --layers 1 --completions 8 --micro_batch 4 --prompt_tokens 5 --warmup 0"
