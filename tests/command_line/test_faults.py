@@ -95,6 +95,19 @@ def test_a_mistake_in_ones_own_credit_method_shows_its_stack(run_main, monkeypat
         run_main(credit="arca")
 
 
+@pytest.mark.parametrize(
+    "scores, sentence",
+    [
+        (lambda _, micro, __: micro.entropy / 0 * 0, "a score that is not a finite number"),
+        (lambda _, micro, __: -1 - micro.entropy, "assign_credit made weights below 0 or NaN"),
+    ],
+)
+def test_impossible_credit_is_a_sentence(run_main, monkeypatch, scores, sentence):
+    monkeypatch.setattr(trainer, "token_scores", scores)
+    code, _, err = run_main(credit="arca")
+    assert code == 2 and sentence in error_line(err)
+
+
 def test_tokens_of_nan_logits_are_of_the_vocabulary():
     token, *_ = trainer.sample_tokens(torch.full((2, 5), torch.nan), torch.tensor([0.0, 0.99]))
     assert ((token >= 0) & (token < 5)).all()

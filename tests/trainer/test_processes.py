@@ -204,8 +204,8 @@ def test_a_run_on_two_processes_is_the_run_on_one(model, request, tmp_path):
 def half_of_a_rollout(rank: int):
     """Returns a process's share, with its own number of tokens, padding and level of entropy."""
     batch = random_batch(grpo_strace, rows=2 + 2 * rank, length=13 + 8 * rank, seed=rank)
-    batch.entropy = (batch.entropy + rank / 2) * batch.mask
-    batch.scores = batch.entropy
+    batch.entropy = batch.entropy + rank / 2
+    batch.scores = batch.entropy * batch.mask
     return batch
 
 
