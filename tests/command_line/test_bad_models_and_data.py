@@ -57,15 +57,14 @@ def jsonl(rows) -> str:
         ("none.jsonl", None, "", ["none.jsonl", "check"]),
         ("none.parquet", None, "", ["none.parquet", "check"]),
         ("empty.jsonl", "", "", ["empty.jsonl", "empty", "give"]),
-        ("blank.jsonl", "\n\n", "", ["blank.jsonl", "check"]),
-        ("list.json", "[]", "", ["list.json", "check"]),
-        ("torn.jsonl", jsonl(ROWS) + '{"problem": "a", "ans', "", ["torn.jsonl", "JSON"]),
+        ("blank.jsonl", "\n\n", "", ["blank.jsonl", "no rows"]),
+        ("list.json", "[]", "", ["list.json", "no rows"]),
+        ("torn.jsonl", jsonl(ROWS) + '{"problem": "a", "ans', "", ["torn.jsonl", "check the file"]),
         ("torn.parquet", "PAR1", "", ["torn.parquet", "check"]),
         ("columns.jsonl", '{"text": "a", "label": 1}\n', "", ["text, label", "--prompt_column"]),
         ("columns.jsonl", '{"problem": "a", "label": 1}\n', "", ["label", "--answer_column"]),
         ("set.jsonl", jsonl(ROWS), "--prompt_column q", ["no q", "problem", "--prompt_column"]),
         ("set.jsonl", jsonl(ROWS), "--answer_column a", ["no a", "answer", "--answer_column"]),
-        ("nobox.jsonl", '{"problem": "a", "solution": "5"}\n', "", ["nobox.jsonl", "solution"]),
         ("one.jsonl", jsonl(ROWS[:1]), "", ["one.jsonl", "add rows"]),
         ("shape.jsonl", '{"prompt": ["a"], "answer": "1"}\n', "", ["--prompt_column", "messages"]),
         ("set.jsonl", jsonl(ROWS), "--eval_dataset_name no.jsonl", ["no.jsonl", "check"]),
@@ -172,4 +171,4 @@ def test_the_command_itself():
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
     sentence = one_sentence(done.stderr)
-    assert "torn.jsonl" in sentence and "JSON" in sentence
+    assert "torn.jsonl" in sentence and "check the file" in sentence
