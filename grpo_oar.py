@@ -2092,8 +2092,9 @@ def check_ranks() -> None:
         is_possible = False
     if not is_possible:
         found = f"RANK={os.environ.get('RANK')}, WORLD_SIZE={os.environ.get('WORLD_SIZE')}"
-        os.environ["RANK"] = "0"  # so that `fail` speaks
-        fail(f"{found} is no process of a launcher: unset both")
+        sentence = f"{found} is no process of a launcher: unset both"
+        print(f"{SCRIPT.name}: error: {sentence}", file=sys.stderr)  # `fail` needs a rank
+        sys.exit(2)
 
 
 @contextlib.contextmanager

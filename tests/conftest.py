@@ -35,7 +35,7 @@ def make_run():
         for name, value in flags.items():
             argv += [f"--{name}", str(value)]
         args = module.parse_args(argv)
-        AcceleratorState._reset_state(True)  # it would refuse another --dtype than the one before
+        AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
         run = module.build_run(args, AutoTokenizer.from_pretrained(model))
         randomize_adapter(run.model, adapter)
         return run
