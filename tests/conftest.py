@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from support import (  # some files take these helpers from here
     ROOT,
     TINY,
@@ -96,3 +96,16 @@ def smollm2(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("smollm2")
     subprocess.run([sys.executable, ROOT / "tools/smollm2.py", folder], check=True)
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """Undoes what a refused launch leaves: variables and a half-made state of Accelerate."""
+    variables = dict(os.environ)
+    yield
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+    state = PartialState._shared_state
+    if state and state.get("device") is None:
+        AcceleratorState._reset_state(reset_partial_state=True)
