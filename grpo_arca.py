@@ -54,6 +54,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while it loads ends it without a stack
+
 # On import bitsandbytes warns about an AVX512 kernel, which `load_policy` turns off anyway.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
@@ -79,7 +82,14 @@ SCRIPT = Path(__file__).resolve()
 if not (SCRIPT.parent / "common").is_dir():
     sys.exit(f"copy common/ to {SCRIPT.parent}, too")
 
-from common.data import DataError, Problem, grade_batch, load_data, problem_at, reward_batch
+from common.data import (
+    DataError,
+    Problem,
+    grade_batch,
+    load_data,
+    problem_at,
+    reward_batch,
+)
 from common.metrics import (
     RunLog,
     best_step,
@@ -95,6 +105,7 @@ from common.metrics import (
     stock_gap,
     timed,
 )
+from common.printable import printable
 from common.reward import Grader, RewardError, load_reward_funcs
 
 CUDA = torch.cuda.is_available()
@@ -1236,6 +1247,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
             quantization_config=quantization if args.load_in_4bit else None,
             dtype=args.dtype,
             device_map={"": device},
+            ignore_mismatched_sizes=True,  # `check_weights` names them
             output_loading_info=True,
         )
         check_weights(base, name, loading)
@@ -1303,8 +1315,9 @@ def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
     model = get_peft_model(base, lora)
     targeted = model.base_model.targeted_module_names
     for name in names:
-        if name != "all-linear" and not any(f".{t}".endswith(f".{name}") for t in targeted):
-            fail(f"--lora_target_modules {name} is no linear layer of {args.model_name_or_path}")
+        if names != ["all-linear"] and not any(f".{t}".endswith(f".{name}") for t in targeted):
+            layers = f"linear layer of {args.model_name_or_path}, or stands beside others"
+            fail(f"--lora_target_modules {name} is no {layers}")
     return model
 
 
@@ -1384,8 +1397,8 @@ def check_model(run: Run, train_set: ProblemSet) -> None:
     except RewardError:
         raise
     except Exception as error:  # a model family's code may raise anything
-        # The embedded policy is known to run. There, and where the CREDIT region raises the error
-        # by itself, the mistake is in the code: show it.
+        # The embedded policy is known to run. There, and where the error comes from the CREDIT
+        # region, the mistake is in the code: show it.
         if "memory" in str(error) or name == TINY_POLICY or is_raised_by_credit(error):
             raise
         fail(f"{name} does not run here: {type(error).__name__}: {error}")
@@ -1395,12 +1408,15 @@ def check_model(run: Run, train_set: ProblemSet) -> None:
 
 
 def is_raised_by_credit(error: Exception) -> bool:
-    """Whether the last line of this file that an error went through is in the CREDIT region."""
+    """Whether the last function of this file that an error went through is the method's own.
+
+    That is one in the CREDIT region, or one that computes with what those return.
+    """
     lines = SCRIPT.read_text(encoding="utf-8").splitlines()
     region = range(lines.index("# === CREDIT ==="), lines.index("# === END CREDIT ==="))
     frames = traceback.extract_tb(error.__traceback__)
-    own_lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == SCRIPT]
-    return own_lines[-1] in region
+    last = [frame for frame in frames if Path(frame.filename).resolve() == SCRIPT][-1]
+    return last.lineno in region or last.name in ("score", "policy_loss")
 
 
 def trial_step(run: Run, train_set: ProblemSet) -> float:
@@ -1594,10 +1610,12 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
 def check_state(run: Run, folder: Path, state: dict[str, Any]) -> None:
     """Raises ValueError unless all of a checkpoint's state can belong to this run."""
     counts = (state["step"], state["rollout"], state["schedule"])
-    if not all(type(count) is int and 0 <= count <= state["step"] + 1 for count in counts):
+    if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError("its counts are damaged")
     if state["step"] > run.args.max_steps:
         raise ValueError("it is past --max_steps: raise that flag")
+    if max(counts) > run.args.max_steps + 1:
+        raise ValueError("its counts are damaged")
     named_step = folder.name.removeprefix("checkpoint-")
     if named_step.isdigit() and int(named_step) != state["step"]:
         raise ValueError(f"it is of step {state['step']}: rename it to checkpoint-{state['step']}")
@@ -1621,10 +1639,8 @@ def say(message: object) -> None:
     if int(os.environ.get("RANK", "0")) != 0:
         return
     text = f"{SCRIPT.name}: {message}"[:MAX_MESSAGE_LENGTH]
-    # Names from files that others wrote must not send escape codes to the terminal.
-    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     with contextlib.suppress(OSError):  # nobody may be listening
-        tqdm.write(line, file=sys.stderr)
+        tqdm.write(printable(text), file=sys.stderr)
 
 
 def fail(message: object) -> NoReturn:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from common.credit_page import write_credit_page
 from common.curves import write_curves
+from common.printable import printable
 from common.run_log import RunLog, finite_or_nan, plain
 
 CARD_TEMPLATE = Path(__file__).with_name("adapter_card.md")
@@ -65,7 +66,7 @@ def going_on(path: Path, failed: set[Path]) -> Iterator[None]:
             raise
         failed.add(path)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        tqdm.write(f"{path} is not written, the run goes on: {reason}", sys.stderr)
+        tqdm.write(printable(f"{path} is not written, the run goes on: {reason}"), sys.stderr)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,17 +74,19 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     evals = [row["eval"] for row in rows if row.get("eval")]
     updates = [row for row in rows if "reward" in row]
     phases = []
-    rollout_tokens = 0
+    rollout_tokens = 0.0
     for row in updates:
-        phases += [seconds for name, seconds in row.items() if name.startswith("seconds_")]
+        seconds = [finite_or_nan(x) for name, x in row.items() if name.startswith("seconds_")]
+        phases += [x for x in seconds if x >= 0]  # NaN, of what is no number, is left out
         # Rows of one rollout repeat its figures. Its seconds stand in the first one alone.
-        if finite_or_nan(row.get("seconds_rollout")) > 0:
-            rollout_tokens += row["rollout_tokens"]
+        tokens = finite_or_nan(row.get("rollout_tokens"))
+        if finite_or_nan(row.get("seconds_rollout")) > 0 and tokens > 0:
+            rollout_tokens += tokens
     return {
         "before": evals[0],
         "after": evals[-1],
         "steps": updates[-1]["step"] if updates else 0,
-        "rollout_tokens": rollout_tokens,
+        "rollout_tokens": int(rollout_tokens),
         "seconds": round(time.time() - psutil.Process().create_time(), 1),  # of the process
         "seconds_per_step": sum(phases) / max(1, len(updates)),  # of training alone
     }
@@ -112,8 +115,14 @@ def write_model_card(
         library_name="peft",
         tags=["grpo", "lora", config["credit"]],
     )
+    given = {key: value for key, value in config.items() if key != "start_adapter"}
+    if config.get("start_adapter") is not None:
+        given["model_name_or_path"] = config["start_adapter"]
+        for key in [*given]:
+            if key.startswith("lora_") or key == "model_revision":
+                del given[key]  # the adapter determines it
     # JSON holds no line break, which could end the block.
-    flags = [f"--{key} {json.dumps(plain(value), default=str)}" for key, value in config.items()]
+    flags = [f"--{key} {json.dumps(plain(value), default=str)}" for key, value in given.items()]
     table = before_after_table(before, after)
     card = ModelCard.from_template(
         data, str(CARD_TEMPLATE), table=table, flags=flags, config=config

@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from common.data import completions_of
+from common.printable import printable
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -132,8 +133,10 @@ def rows_before(path: Path, checkpoint: int) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
             step = row["step"]
-            last_step = checkpoint - 1 if row.get("eval") else checkpoint
-            if step <= last_step:
+            evaluation = row.get("eval")  # of metrics.jsonl a dict, of completions.jsonl a bool
+            is_row = isinstance(step, int) and isinstance(evaluation, dict | bool | None)
+            last_step = checkpoint - 1 if evaluation else checkpoint
+            if is_row and step <= last_step:
                 rows.append(row)
     return rows
 
@@ -144,6 +147,7 @@ def best_step(rows: list[dict[str, Any]]) -> int | None:
     if not evaluations:
         return None
     accuracies = [finite_or_nan(row["eval"].get("sampled_accuracy")) for row in evaluations]
+    accuracies = [-math.inf if math.isnan(accuracy) else accuracy for accuracy in accuracies]
     return evaluations[accuracies.index(max(accuracies))]["step"]
 
 
@@ -185,7 +189,7 @@ def start_log(accelerator: Accelerator, config: dict[str, Any], resume_step: int
 
     def give_up(error: Exception) -> None:
         accelerator.trackers = []
-        tqdm.write(f"going on without {tracker}: {error}", file=sys.stderr)
+        tqdm.write(printable(f"going on without {tracker}: {error}"), file=sys.stderr)
 
     def track(figures: dict[str, Any], step: int) -> None:
         try:

@@ -129,7 +129,8 @@ folder, name, credits, argv, idle = json.loads(sys.argv[1])
 sys.path.insert(0, folder)
 import bench
 options = bench.parse_options(argv)
-sys.modules[name].use_every_core()
+if hasattr(sys.modules[name], "use_every_core"):  # of an older checkout
+    sys.modules[name].use_every_core()
 prepared = bench.prepare(sys.modules[name], credits, options)
 if idle:
     prepared.run.grader = RandomRewards(idle, prepared.run.args.num_generations)
@@ -787,7 +788,6 @@ def main() -> None:
     for name, known in options.methods.items():
         credits = [credit for credit in known if credit in (options.credit or known)]
         if credits:
-            sys.modules[name].use_every_core()
             how = compare if options.against else measure
             print("\n".join([*how(name, credits, options), ""]), flush=True)
         gc.collect()  # the script's models, before the next one's

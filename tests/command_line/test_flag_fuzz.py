@@ -69,6 +69,7 @@ SHARED = {
     "top_p": ("0.01 0.5 1", "0 -0.1 1.5 nan inf"),
     "top_k": ("0 1 5 100000", "-1 1.5 x"),
     "rollout_weights": ("dense quantized", "auto merged DENSE"),
+    "per_device_rollout_batch_size": ("0 1 3 100", "-1 1.5 x"),
     "per_device_train_batch_size": ("1 2 4 6", "0 -4 1.5"),
     "gradient_accumulation_steps": ("1 2", "0 -1 x"),
     "steps_per_generation": ("0 1 2 4", "-1 1.5"),
@@ -136,7 +137,8 @@ DATA_FLAGS = {"dataset_name", "eval_dataset_name", "prompt_column", "answer_colu
 
 
 def flags_of(script: str) -> set[str]:
-    return {field.name for field in dataclasses.fields(importlib.import_module(script).Args)}
+    fields = dataclasses.fields(importlib.import_module(script).Args)
+    return {field.name for field in fields if field.init}  # others are set by `parse_args`
 
 
 def table(script: str) -> dict[str, tuple[str, str]]:

@@ -46,7 +46,7 @@ def encode(text: str) -> list[int]:
 
 
 def tokens(parts) -> list[int]:
-    """Each part is tokenised alone, so that the span of the answer is known."""
+    """Each part is tokenized alone, so that the span of the answer is known."""
     return [i for part in parts for i in encode(part or "")]
 
 

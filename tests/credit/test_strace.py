@@ -144,8 +144,8 @@ def naive_loss(args: g.Args, batch: g.Batch, matrices: list[Tensor], log_ratio: 
 
 
 GRID = [
-    dict(credit=credit, trace_normalize=normalise, trace_lambda=decay, **more)
-    for normalise, decay in itertools.product((False, True), (0.0, 0.7, 1.0))
+    dict(credit=credit, trace_normalize=normalize, trace_lambda=decay, **more)
+    for normalize, decay in itertools.product((False, True), (0.0, 0.7, 1.0))
     for credit, more in [
         ("p_trace", {}),
         ("grpo_lambda", {"trace_kernel": "recent"}),
@@ -201,35 +201,35 @@ def test_at_ratio_one_weights_are_what_reaches_each_tokens_gradient(values):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("credit", ["s_trace", "p_trace", "grpo_lambda"])
-def test_lambda_zero_is_grpo_to_the_bit(credit, normalise, loss_type):
+def test_lambda_zero_is_grpo_to_the_bit(credit, normalize, loss_type):
     common = {"loss_type": loss_type, "beta": 0.04}
-    trace = flags(credit=credit, trace_lambda=0, trace_normalize=normalise, **common)
+    trace = flags(credit=credit, trace_lambda=0, trace_normalize=normalize, **common)
     assert_same_to_the_bit(trace, flags(credit="uniform", **common))
 
 
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_with_every_token_kept_s_trace_is_p_trace_to_the_bit(scope, own, normalise):
-    common = {"trace_lambda": 0.8, "trace_normalize": normalise}
+def test_with_every_token_kept_s_trace_is_p_trace_to_the_bit(scope, own, normalize):
+    common = {"trace_lambda": 0.8, "trace_normalize": normalize}
     sparse = {"trace_entropy_quantile": 0, "trace_mask_scope": scope, "trace_keep_own": own}
     dense = flags(credit="p_trace", **common)
     assert_same_to_the_bit(flags(credit="s_trace", **sparse, **common), dense)
 
 
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_with_no_token_kept_but_its_own_term_s_trace_is_grpo_to_the_bit(scope, normalise):
-    trace = flags(trace_entropy_quantile=1, trace_mask_scope=scope, trace_normalize=normalise)
+def test_with_no_token_kept_but_its_own_term_s_trace_is_grpo_to_the_bit(scope, normalize):
+    trace = flags(trace_entropy_quantile=1, trace_mask_scope=scope, trace_normalize=normalize)
     assert trace.credit == "s_trace" and trace.trace_keep_own
     assert_same_to_the_bit(trace, flags(credit="uniform"))
 
 
-@pytest.mark.parametrize("normalise", [False, True])
-def test_with_nothing_kept_at_all_there_is_no_gradient(normalise):
-    args = flags(trace_entropy_quantile=1, trace_keep_own=False, trace_normalize=normalise)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_with_nothing_kept_at_all_there_is_no_gradient(normalize):
+    args = flags(trace_entropy_quantile=1, trace_keep_own=False, trace_normalize=normalize)
     batch = ragged()
     loss, grad, clipped = loss_of(args, batch, ratios(batch, 0.3))
     assert loss.item() == pytest.approx(-batch.advantages.mean().item())  # every R is 1
@@ -306,10 +306,10 @@ def test_share_is_exact_without_ties_and_ties_at_the_cutoff_are_masked():
 
 
 @pytest.mark.parametrize("credit", ALL_TRACES)
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_what_lies_outside_the_completions_changes_nothing(credit, normalise, scope):
-    args = flags(credit=credit, trace_normalize=normalise, trace_mask_scope=scope, trace_lambda=1)
+def test_what_lies_outside_the_completions_changes_nothing(credit, normalize, scope):
+    args = flags(credit=credit, trace_normalize=normalize, trace_mask_scope=scope, trace_lambda=1)
     clean, dirty = ragged(5), ragged(5)
     log_ratio = ratios(clean, 0.1)
     outside = ~clean.mask

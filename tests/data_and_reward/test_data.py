@@ -1,7 +1,9 @@
 """The embedded task and its marks, data sets of every shape, the order of problems, prompts."""
 
+import itertools
 import json
 import math
+import os
 import random
 import re
 import time
@@ -9,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import make_policies as make
 import pytest
 import torch
 import transformers
@@ -18,11 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import grpo_arca as trainer
-import make_policies as make
 from common import data, problems
 from common.data import DataError
+from common.printable import printable
 from common.problems import Chain, Operation, Problem
-from common.reward import Grader, RewardError
+from common.reward import Grader, RewardError, call_reward_func
 
 SHARED = ROOT.parent / "shared/data"
 ROLES = {"", "decisive", "first_wrong"}
@@ -47,7 +50,7 @@ def tokenizer(tmp_path_factory):
 
 def flags(**given):
     """The flags that load_problems reads, as the trainer parses them."""
-    return trainer.parse_args([text for k, v in given.items() for text in (f"--{k}", str(v))])
+    return trainer.parse_args([f"--{name}={value}" for name, value in given.items()])
 
 
 # ---------------------------------------------------------------------------- the embedded task
@@ -79,7 +82,8 @@ def test_train_and_held_out_chains_never_meet():
 
 
 def test_held_out_is_a_function_of_the_chain_and_one_in_ten():
-    rng, chains = random.Random(0), []
+    rng = random.Random(0)
+    chains = []
     for _ in range(5000):
         ops = tuple(Operation("add", rng.randint(2, 19)) for _ in range(3))
         chains.append(Chain(rng.randint(5, 60), ops))
@@ -202,9 +206,9 @@ def test_tokens_of_several_characters():
     pieces = ["We begin at ", "23. Then adding 19 gives", " 42. We double", " it and get ", "8"]
     pieces += ["4. Minus 5 makes ", "7", "", "9", ". ", "So it is \\boxed{", "79}.", "<end>"]
     expected = ["", "", "decisive", "", "decisive", "decisive", "decisive", "", "decisive"]
-    assert data.token_roles(pieces, PROBLEM) == expected + [""] * 4
+    assert data.token_roles(pieces, PROBLEM) == [*expected, "", "", "", ""]
     pieces[11] = "78}."
-    assert data.token_roles(pieces, PROBLEM) == expected + ["", "", "first_wrong", ""]
+    assert data.token_roles(pieces, PROBLEM) == [*expected, "", "", "first_wrong", ""]
 
 
 def test_a_completion_that_ends_too_early_is_marked_at_its_last_token():
@@ -222,11 +226,13 @@ def random_texts(count):
 def test_roles_of_any_text():
     """One role a token, from the stated set; a first wrong one exactly where there is an error."""
     for text in random_texts(2000):
-        rng, pieces = random.Random(text), []
+        rng = random.Random(text)
+        pieces = []
         while sum(map(len, pieces)) < len(text):
             begin = sum(map(len, pieces))
             pieces.append(text[begin : begin + rng.randint(0, 5)])
-        roles, error = data.token_roles(pieces, PROBLEM), data.first_error(text, PROBLEM)
+        roles = data.token_roles(pieces, PROBLEM)
+        error = data.first_error(text, PROBLEM)
         assert len(roles) == len(pieces) and set(roles) <= ROLES
         assert roles.count("first_wrong") == (error is not None and text != "")
         assert error is None or 0 <= error <= len(text)
@@ -246,9 +252,11 @@ def test_an_answer_is_right_to_first_error_only_if_it_is_to_the_grader():
 
 @pytest.mark.parametrize(
     "unit",
-    ["1", ".", "a", " ", "{", "-", "1.", ". 1"]
-    + ["\\boxed ", "\\boxed{", "\\boxed{79}", "\\boxed{1}{", "\\boxed{79", "\\boxed{{}"],
-)
+    [
+        "1", ".", "a", " ", "{", "-", "1.", ". 1", "\\boxed ", "\\boxed{", "\\boxed{79}",
+        "\\boxed{1}{", "\\boxed{79", "\\boxed{{}",
+    ],
+)  # fmt: skip
 def test_long_texts_take_linear_time(unit):
     text = unit * (100_000 // len(unit))
     data.first_error(text[:10_000], PROBLEM)
@@ -268,7 +276,8 @@ def demonstrations():
         rng = random.Random(11)
         chains = [data.random_chain(rng, held_out=False) for _ in range(2500)]
         problems = [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
-        return [(p, make.demonstrate(rng, c, slips)) for p, c in zip(problems, chains, strict=True)]
+        texts = [make.demonstrate(rng, chain, make.TINY, slips) for chain in chains]
+        return list(zip(problems, texts, strict=True))
 
     return {slips: pairs(slips) for slips in (False, True)}
 
@@ -292,21 +301,25 @@ def test_slips_never_cancel(demonstrations):
 
 
 def test_slips_are_as_frequent_as_stated():
-    rng, carries, others = random.Random(2), [], []
+    rng = random.Random(2)
+    carries = []
+    others = []
     for _ in range(20_000):
-        operation, value = Operation("add", rng.randint(2, 19)), rng.randint(1, 80)
-        right, forgotten = operation.apply(value), make.without_carry(operation, value)
-        made = make.slip(rng, operation, value, slips=True)
-        assert make.slip(rng, operation, value, slips=False) == right
+        operation = Operation("add", rng.randint(2, 19))
+        value = rng.randint(1, 80)
+        right = operation.apply(value)
+        forgotten = make.without_carry(operation, value)
+        made = make.slip(rng, operation, value, make.TINY, slips=True)
+        assert make.slip(rng, operation, value, make.TINY, slips=False) == right
         if forgotten != right:
             assert value % 10 + operation.operand % 10 >= 10 and forgotten == right - 10
             carries.append(made == forgotten)
         else:
             others.append(made != right)
     # A step with a carry can also come to right - 10 by the other kind of slip, a sixth of them.
-    expected = make.DROPPED_CARRY + (1 - make.DROPPED_CARRY) * make.OTHER_SLIP / 6
+    expected = make.TINY.dropped_carry + (1 - make.TINY.dropped_carry) * make.TINY.other_slip / 6
     assert abs(sum(carries) / len(carries) - expected) < 0.02
-    assert abs(sum(others) / len(others) - make.OTHER_SLIP) < 0.01
+    assert abs(sum(others) / len(others) - make.TINY.other_slip) < 0.01
 
 
 @pytest.mark.parametrize(
@@ -337,9 +350,9 @@ def test_digits_are_tokens(tokenizer, demonstrations):
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "  a\n\n\tb ", "naïve ∑ 数学 עברית", "🙂👩‍👩‍👧 e\u0301", "\x00\x01\x1b\x7f\r\n"]
-    + ["½²٣ Ⅷ 1234", "<|im_start|>x"],
-)
+    ["", " ", "  a\n\n\tb ", "naïve ∑ 数学 עברית", "🙂👩‍👩‍👧 e\u0301", "\x00\x01\x1b\x7f\r\n",
+     "½²٣ Ⅷ 1234", "<|im_start|>x"],
+)  # fmt: skip
 def test_any_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
@@ -405,8 +418,11 @@ def test_cells_of_a_csv_file_stay_as_written(tmp_path):
     )
     rows = data.read_split(str(name), None, "train")
     found = data.parse_rows(rows, "x", None, None)
-    prompts = ['1,000 + "2"?\nNow.', "c", "d"]
-    assert [(p.prompt, p.answer) for p in found] == [*zip(prompts, ["12", "007", "1.50"])]
+    assert [(p.prompt, p.answer) for p in found] == [
+        ('1,000 + "2"?\nNow.', "12"),
+        ("c", "007"),
+        ("d", "1.50"),
+    ]
     assert [p.columns["note"] for p in found] == ["x", "NA", ""]
 
 
@@ -487,7 +503,7 @@ def test_final_answer(gold, expected):
 
 
 def test_rows_without_an_answer_are_left_out():
-    golds = ["\\boxed{1}", "no box", "", None, "\\boxed{}", "#### ", "\\boxed{2}"]
+    golds = ["\\boxed{1}", "no box 5", "", None, "\\boxed{}", "#### ", "\\boxed{2}"]
     rows = [{"problem": f"p{i}", "solution": gold} for i, gold in enumerate(golds)]
     rows += [{"problem": None, "solution": "\\boxed{3}"}, {"problem": "", "solution": "\\boxed{4}"}]
     found = data.parse_rows(rows, "x", None, None)
@@ -501,7 +517,7 @@ def test_rows_without_an_answer_are_left_out():
 
 
 def test_how_many_rows_are_left_out(capfd, monkeypatch):
-    rows = [{"question": "a", "solution": gold} for gold in ("\\boxed{1}", "5", None)]
+    rows = [{"question": "a", "solution": gold} for gold in ("\\boxed{1}", "So it is 5", None)]
     data.parse_rows(rows[:1], "x", None, None)
     assert capfd.readouterr().err == ""
     data.parse_rows(rows, "x", None, None)
@@ -512,6 +528,160 @@ def test_how_many_rows_are_left_out(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "1")  # one process says it
     data.parse_rows(rows, "x", None, None)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_solution_that_is_a_plain_answer():
+    plain_answers = ["5", " -1,234 ", "\\frac{1}{2}", "16 apples", "x + 1", "$12.50", "Paris"]
+    plain_answers += ["\\text{no solution}", "2 \\text{ or } 3", "\\sin x", "(1, 2)", 7, 0.5]
+    prose = ["no box", "So it is 5", "the answer is 5", "He adds 4.\nThen 5", "Answer: 5"]
+    prose += ["First, add them", "x is 5"]
+    rows = [{"problem": f"p{i}", "solution": s} for i, s in enumerate(plain_answers + prose)]
+    found = data.parse_rows(rows, "x", None, None)
+    assert [p.answer for p in found] == [str(answer).strip() for answer in plain_answers]
+
+
+def test_an_answer_that_no_box_will_equal_is_said_with_its_row(capfd, monkeypatch):
+    fine = ["16", "\\text{Monday}", "13 hours 30 minutes", "BC = 5", "not enough information"]
+    fine += ["\\cos 30", "room 16", "so 3 \\boxed{16}", "The total is 4\n#### 16", "\\isqrt{4}"]
+    sentences = ["the answer is 16", "Answer: 16", "He has 16 apples", "x is 16"]
+    for answers in (fine, [*fine, *sentences]):
+        rows = [{"problem": f"p{i}", "answer": answer} for i, answer in enumerate(answers)]
+        assert len(data.parse_rows(rows, "x", None, None)) == len(answers)
+        said = capfd.readouterr().err
+        if answers is fine:
+            assert said == ""
+    assert said.startswith("row 11 of x has the answer 'the answer is 16' (and 3 more rows), a ")
+    assert said.endswith("give the value alone, or mark it with #### or \\boxed{}\n")
+    for sentence in sentences:
+        data.parse_rows([{"problem": "p", "answer": sentence}], "x", None, None)
+        assert f"row 1 of x has the answer {sentence!r}, a" in capfd.readouterr().err
+    monkeypatch.setenv("RANK", "1")  # one process says it
+    data.parse_rows(rows, "x", None, None)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv"])
+def test_a_file_that_changed_but_not_its_time_gives_the_new_rows(tmp_path, kind):
+    path = tmp_path / f"set.{kind}"
+    for answer in ("1", "2"):
+        write(path, [{"problem": f"p{i}", "answer": answer} for i in range(9)])
+        os.utime(path, (1e9, 1e9))
+        assert {p.answer for p in all_problems(str(path))} == {answer}
+
+
+def test_json_values_as_they_are_written(tmp_path):
+    path = tmp_path / "set.jsonl"
+    values = ["0.00001", "1e-7", "14.1", "7", "12.0", "1e22", "NaN", "Infinity", "null", '"007"']
+    values += ["123456789012345678901", '"2024-01-01"', "-2.50"]
+    lines = [f'{{"problem": "p{i}", "answer": {value}}}' for i, value in enumerate(values)]
+    path.write_text("\ufeff" + "\n\n".join(lines) + '\n{"problem": "no answer", "level": 1}')
+    found = data.parse_rows(data.read_split(str(path), None, ""), "x", None, None)
+    assert [p.answer for p in found] == [
+        "0.00001", "0.0000001", "14.1", "7", "12.0", "10000000000000000000000", "007",
+        "123456789012345678901", "2024-01-01", "-2.5",
+    ]  # fmt: skip
+    assert found[0].columns == {"answer": 0.00001, "level": None}
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ('{"problem": "a", "answer": 1}\n{"problem": "b"', "line 2"),
+        ('[{"problem": "a", "answer": 1}, 5]', "row 2 is not an object"),
+        ("5", "row 1 is not an object"),
+        ("[" * 100_000, "recursion"),
+        ("[]", "has no rows"),
+        ("\ufeff \n", "has no rows"),
+    ],
+)
+def test_a_json_file_that_is_no_table(tmp_path, text, says):
+    (tmp_path / "set.json").write_text(text)
+    with pytest.raises(DataError, match=says):
+        data.load_problems(flags(dataset_name=tmp_path / "set.json"))
+
+
+def test_small_floats_of_a_parquet_file(tmp_path, monkeypatch):
+    values = {"float32": [14.1, 0.1, None], "float64": [14.1, 1e-5, math.nan], "binary": [b"1"] * 3}
+    for dtype, cells in values.items():
+        features = datasets.Features(
+            {"problem": datasets.Value("string"), "answer": datasets.Value(dtype)}
+        )
+        columns = {"problem": ["a", "b", "c"], "answer": cells}
+        table = datasets.Dataset.from_dict(columns, features)
+        table.to_parquet(str(tmp_path / "set.parquet"))
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, split, table=table: table)
+        for name in (str(tmp_path / "set.parquet"), "on/hub"):
+            rows = data.read_split(name, None, "train")
+            if dtype == "binary":
+                with pytest.raises(DataError, match=r"row 1 of x: .* answer one answer"):
+                    data.parse_rows(rows, "x", None, None)
+            else:
+                found = data.parse_rows(rows, "x", None, None)
+                second = "0.1" if dtype == "float32" else "0.00001"
+                assert [p.answer for p in found] == ["14.1", second]
+
+
+def test_a_prompt_as_text_and_as_chat_is_never_in_both_sets(tmp_path):
+    chats = [[{"role": "user", "content": f"p{i}", "name": "x"}] for i in range(30)]
+    text = write(tmp_path / "text.jsonl", [{"prompt": f"p{i}", "answer": "1"} for i in range(40)])
+    chat = write(tmp_path / "chat.jsonl", [{"prompt": p, "answer": "1"} for p in chats])
+    train, held_out = data.load_problems(flags(dataset_name=text, eval_dataset_name=chat))
+    assert len(held_out) == 30
+    assert sorted(p.prompt for p in train) == [f"p{i}" for i in range(30, 40)]
+
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b2J\u202e\r\n\ud800"
+
+
+def test_no_message_has_escape_codes(tmp_path, capfd, tokenizer, monkeypatch):
+    """Of column names, cells, templates, and of what reward functions raise or return."""
+    cell = f"the answer is {ESCAPES} 16"
+    data.parse_rows(
+        [{"problem": "a", "answer": cell}, {"problem": "b", "answer": ""}], "x", None, None
+    )
+    said = [capfd.readouterr().err]
+    (tmp_path / "set.csv").write_text(f"problem,answer\n1,{ESCAPES[:-3]},2\n")
+    monkeypatch.setattr(tokenizer, "chat_template", f"{{{{ raise_exception({ESCAPES[:-1]!r}) }}}}")
+
+    def broken(**_):
+        raise ValueError(ESCAPES)
+
+    class Shown:
+        def __repr__(self):
+            return ESCAPES
+
+    def returns(**_):
+        return [Shown()]
+
+    for call in (
+        lambda: data.parse_rows([{ESCAPES: 1}], "x", None, None),
+        lambda: data.read_split(str(tmp_path / "set.csv"), None, "train"),
+        lambda: data.encode_prompt(tokenizer, "a"),
+        lambda: call_reward_func("mine", broken, ["a"], ["b"], [[1]], {}, {}),
+        lambda: call_reward_func("mine", returns, ["a"], ["b"], [[1]], {}, {}),
+    ):
+        with pytest.raises((DataError, RewardError)) as error:
+            call()
+        said.append(str(error.value) + "\n")
+    for text in said:
+        assert "\\x1b[2J" in text, text
+        assert all(line.isprintable() for line in text.removesuffix("\n").split("\n")), text
+
+
+def test_printable():
+    assert printable(ESCAPES[:-1]) == "\\x1b[2J\\x1b]0;title\\x07\\x9b2J\\u202e  "
+    assert printable("naïve ∑ 数学 🙂") == "naïve ∑ 数学 🙂" and printable("\ud800") == "\\ud800"
+    assert printable(ValueError("two\nlines")) == "two lines"
+
+
+def test_a_prompt_of_50_mb_is_refused_quickly():
+    prompt = "five words of a prompt " * 2_200_000
+    for long in (prompt, [{"role": "user", "content": prompt}]):
+        rows = [{"prompt": "a", "answer": "1"}, {"prompt": long, "answer": "2"}]
+        begin = time.monotonic()
+        with pytest.raises(DataError, match="row 2 of x has a prompt of 50,600,000 characters"):
+            data.parse_rows(rows, "x", None, None)
+        assert time.monotonic() - begin < 1
 
 
 def test_a_list_of_one_answer_is_that_answer():
@@ -526,7 +696,7 @@ def test_a_list_of_one_answer_is_that_answer():
 def test_several_answers_are_refused(gold):
     """They once became gold answers such as "['84', '85']", which no completion states."""
     rows = [{"problem": "a", "value": ["84"]}, {"problem": "b", "value": gold}]
-    with pytest.raises(DataError, match="row 2 of x: .*value one answer.*--answer_column"):
+    with pytest.raises(DataError, match=r"row 2 of x: .*value one answer.*--answer_column"):
         data.parse_rows(rows, "x", None, "value")
 
 
@@ -549,13 +719,14 @@ def test_conversational_prompts(tmp_path, kind, tokenizer):
 def test_prompts_that_are_neither_text_nor_messages_are_refused(prompt):
     """A chat template would write an empty message for most of them, and say nothing."""
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": prompt, "answer": "1"}]
-    with pytest.raises(DataError, match="row 2 of x: prompt must .*--prompt_column"):
+    with pytest.raises(DataError, match=r"row 2 of x: prompt must .*--prompt_column"):
         data.parse_rows(rows, "x", None, None)
 
 
 def test_local_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tmp_path):
     rows = ROWS + ROWS[:15]  # repeats must not slip through either
-    name, seen = write(tmp_path / "set.jsonl", rows), set()
+    name = write(tmp_path / "set.jsonl", rows)
+    seen = set()
     for seed in range(3):
         train, held_out = data.load_problems(flags(dataset_name=name, seed=seed))
         assert len(held_out) == len(rows) // 5
@@ -569,7 +740,7 @@ def test_local_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tm
 
 def test_an_evaluation_set_of_its_own(tmp_path):
     name = write(tmp_path / "train.jsonl", ROWS)
-    other = write(tmp_path / "eval.jsonl", ROWS[30:] + [{"problem": "New?", "answer": "7"}])
+    other = write(tmp_path / "eval.jsonl", [*ROWS[30:], {"problem": "New?", "answer": "7"}])
     train, held_out = data.load_problems(flags(dataset_name=name, eval_dataset_name=other))
     assert len(held_out) == 11 and Problem("New?", "7") in plain(held_out)
     assert sorted(plain(train)) == sorted(Problem(r["problem"], r["answer"]) for r in ROWS[:30])
@@ -609,15 +780,21 @@ def test_asking_for_more_chains_than_there_are(monkeypatch):
     fewer rows."""
     few = [CHAIN._replace(start=start) for start in (23, 24, 25)]
     draws = iter(few + few[:1] * 40_000 + [CHAIN._replace(start=26)] + few * 100_000)
-    monkeypatch.setattr(problems, "random_chain", lambda *_: next(draws))
+
+    def random_chain(*_):
+        return next(draws)
+
+    monkeypatch.setattr(problems, "random_chain", random_chain)
     assert [p.answer for p in data.chain_problems(9, held_out=True)] == ["79", "81", "83", "85"]
 
 
 @pytest.mark.slow  # all chains of two operations, one by one
 def test_every_chain_of_two_operations_is_found():
-    names = [Operation(name, by) for name in ("add", "subtract") for by in range(2, 20)]
-    names += [Operation("multiply", by) for by in (2, 3)]
-    chains = [Chain(start, (a, b)) for start in range(5, 61) for a in names for b in names]
+    operations = [Operation("add", by) for by in range(2, 20)]
+    operations += [Operation("subtract", by) for by in range(2, 20)]
+    operations += [Operation("multiply", by) for by in (2, 3)]
+    starts = range(5, 61)
+    chains = [Chain(s, (a, b)) for s, a, b in itertools.product(starts, operations, operations)]
     chains = [c for c in chains if all(1 <= value <= 99 for value in c.results())]
     every = {c.prompt() for c in chains if c.is_held_out()}
     found = data.load_problems(flags(dataset_config=2, max_eval_samples=20_000))[1]
@@ -659,9 +836,14 @@ def test_correctness(grader):
     assert data.correctness(grader, [], []) == []
 
 
+def alone(value, how):
+    """Accelerate's reduce in a run of one process."""
+    return value
+
+
 def rewards(
     grader, functions: dict, texts: list[str], ids: list[list[int]], problems,
-    reduce=lambda value, how: value,
+    reduce=alone,
 ) -> tuple:  # fmt: skip
     """What `reward_batch` returns and writes, of functions of weight 1, 2, ..."""
     mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in ids], True)
@@ -670,7 +852,11 @@ def rewards(
     batch.problems = problems
     weighted = {name: (f, weight) for weight, (name, f) in enumerate(functions.items(), 1)}
     run = SimpleNamespace(grader=grader, reward_funcs=weighted)
-    run.tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: texts)
+
+    def batch_decode(rows, **_):
+        return texts
+
+    run.tokenizer = SimpleNamespace(batch_decode=batch_decode)
     run.accelerator = SimpleNamespace(reduce=reduce)
     metrics = {}
     return data.reward_batch(run, batch, metrics).tolist(), metrics
@@ -679,7 +865,9 @@ def rewards(
 def test_rewards_by_name(grader):
     seen = []
 
-    def length(prompts, completions, completion_ids, **columns):
+    def length(prompts, completions, completion_ids, log_metric, **columns):
+        log_metric("tokens", 3.0)
+        log_metric("tokens", 4.0)
         seen.append((prompts, completions, columns))
         return [len(ids) for ids in completion_ids]
 
@@ -690,24 +878,33 @@ def test_rewards_by_name(grader):
         Problem("2 + 2?", "4", columns={"answer": "4", "level": 1, "rare": 0}),
         Problem("3 + 3?", "6", columns={"answer": "6", "level": 2}),
     ]
-    texts, ids = ["\\boxed{4}", "\\boxed{5}"], [[1, 2, 3], [4]]
+    texts = ["\\boxed{4}", "\\boxed{5}"]
+    ids = [[1, 2, 3], [4]]
     functions = {"length": length, "accuracy_reward": None, "level": level}
     got, metrics = rewards(grader, functions, texts, ids, problems)
     assert got == [1 * 3.0 + 2 * 1.0 + 3 * 1.0, 1 * 1.0 + 2 * 0.0 + 3 * 2.0]
-    means = {"length": 2.0, "accuracy_reward": 0.5, "level": 1.5}
-    assert metrics == {f"rewards/{name}/mean": mean for name, mean in means.items()}
+    assert metrics == {
+        "rewards/length/mean": 2.0, "rewards/length/tokens": 3.5,
+        "rewards/accuracy_reward/mean": 0.5, "rewards/level/mean": 1.5,
+    }  # fmt: skip
     # Not `rare`: one of them lacks it.
     columns = {"answer": ["4", "6"], "level": [1, 2], "gold": ["4", "6"]}
     assert seen == [(["2 + 2?", "3 + 3?"], texts, columns)]
+
+    def short(**_):
+        return [1.0]
+
     with pytest.raises(RewardError, match="short"):
-        rewards(grader, {"short": lambda **_: [1.0]}, texts, ids, problems)
+        rewards(grader, {"short": short}, texts, ids, problems)
 
 
 def test_a_reward_function_gets_the_final_answers(grader):
     """README's, on GSM8K, whose `answer` is the whole solution."""
 
     def right(completions, gold, **_):
-        return [data.final_answer(text) == want for text, want in zip(completions, gold)]
+        return [
+            data.final_answer(text) == want for text, want in zip(completions, gold, strict=True)
+        ]
 
     rows = [{"question": "2 + 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}]
     problems = data.parse_rows(rows, "gsm8k", None, None) * 2
@@ -721,8 +918,13 @@ def test_a_function_that_is_not_for_every_completion(grader, monkeypatch):
     """TRL's None, which `call_reward_func` returns as NaN: in no sum, and in no mean."""
     nan = float("nan")
     values = {"some": [3.0, nan, 0.0], "none": [nan] * 3, "all": [1.0, 2.0, 3.0]}
-    monkeypatch.setattr(data, "call_reward_func", lambda name, *_: values[name])
-    problems, ids = [Problem("2 + 2?", "4")] * 3, [[1]] * 3
+
+    def call_reward_func(name, *_):
+        return values[name]
+
+    monkeypatch.setattr(data, "call_reward_func", call_reward_func)
+    problems = [Problem("2 + 2?", "4")] * 3
+    ids = [[1]] * 3
     got, metrics = rewards(grader, dict.fromkeys(values, len), [""] * 3, ids, problems)
     assert got == [1 * 3.0 + 3 * 1.0, 3 * 2.0, 3 * 3.0]
     assert metrics == {"rewards/some/mean": 1.5, "rewards/all/mean": 2.0}
@@ -737,6 +939,49 @@ def test_a_function_that_is_not_for_every_completion(grader, monkeypatch):
 
     got, metrics = rewards(grader, {"some": len}, [""] * 3, ids, problems, reduce)
     assert metrics == {"rewards/some/mean": pytest.approx(3.5 / 3)}
+
+
+def test_numbers_that_only_another_process_logs(grader, monkeypatch):
+    """They are averaged over all that were logged, in the same order on every process."""
+    reduced = []
+
+    def mine(log_metric, **_):
+        log_metric("b", 1.0)
+        return [0.0]
+
+    def reduce(value, how):  # the other process has logged a = 5 and b = 3, and a reward of 0
+        reduced.append(value.tolist())
+        return value + torch.tensor([[5.0, 1.0], [3.0, 1.0], [0.0, 1.0]][len(reduced) - 1])
+
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda names: [*names, "b", "mean", "a"])
+    problems = [Problem("2 + 2?", "4")]
+    _, metrics = rewards(grader, {"mine": mine}, ["x"], [[1]], problems, reduce)
+    assert reduced == [[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]
+    assert metrics == {"rewards/mine/a": 5.0, "rewards/mine/b": 2.0, "rewards/mine/mean": 0.0}
+
+
+def test_weighted_sums_beyond_float32_are_refused(grader):
+    problems, ids, texts = [Problem("2 + 2?", "4")] * 2, [[1], [1]], ["a", "b"]
+    for values in ([1.0, 1e39], [-1e300, 1.0], [1.0, 1e30]):
+        row = 0 if values[0] < 0 else 1
+        said = rf"completions\[{row}\] add up to .*--reward_weights"
+        with pytest.raises(RewardError, match=said):
+            rewards(grader, {"large": lambda values=values, **_: values}, texts, ids, problems)
+    assert rewards(grader, {"f": lambda **_: [1e9, None]}, texts, ids, problems)[0][0] == 1e9
+
+
+def test_edits_of_a_reward_function_do_not_reach_the_next(grader):
+    def edit(prompts, levels, **_):
+        prompts[0] = levels[0][0] = "edited"
+        return [0.0, 0.0]
+
+    def level(prompts, levels, **_):
+        assert prompts == ["2 + 2?"] * 2
+        return [level[0] for level in levels]
+
+    problems = [Problem("2 + 2?", "4", columns={"levels": [3.0]})] * 2
+    got, _ = rewards(grader, {"edit": edit, "level": level}, ["a", "b"], [[1], [1]], problems)
+    assert got == [6.0, 6.0] and problems[0].columns == {"levels": [3.0]}
 
 
 def test_a_chat_gets_messages(grader):
@@ -827,7 +1072,7 @@ def test_every_epoch_visits_every_problem_once_in_its_own_order():
     def epoch(number, seed=1):
         return [data.problem_at(number * 37 + i, 37, seed) for i in range(37)]
 
-    orders = [tuple(epoch(e, seed)) for e in range(4) for seed in range(3)]
+    orders = [tuple(epoch(e, seed)) for e, seed in itertools.product(range(4), range(3))]
     assert all(sorted(order) == list(range(37)) for order in orders)
     assert len(set(orders)) == 12 and tuple(range(37)) not in orders
 
@@ -885,8 +1130,9 @@ def bos_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     words.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
     )
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "[UNK]"}
-    made = PreTrainedTokenizerFast(tokenizer_object=words, **names)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="[UNK]"
+    )
     made.chat_template = template
     return made
 
@@ -916,13 +1162,14 @@ def test_a_template_that_refuses_is_one_sentence(tokenizer):
         "{{ messages[0]['content'] }}"
     )
     assert prompt_text(strict, "hi") == "hi"
-    with pytest.raises(DataError, match="--system_prompt.*no system role"):
+    with pytest.raises(DataError, match=r"--system_prompt.*no system role"):
         data.encode_prompt(strict, "hi", "Be brief.")
 
 
 def test_training_and_evaluation_prompts_come_from_the_same_function(monkeypatch, tmp_path):
     """load_data encodes both sets, with the same system prompt and template arguments."""
-    calls, encode_prompt = [], data.encode_prompt
+    calls = []
+    encode_prompt = data.encode_prompt
 
     def encode(tokenizer, prompt, *style):
         calls.append((prompt, style))
@@ -945,8 +1192,14 @@ def test_training_and_evaluation_prompts_come_from_the_same_function(monkeypatch
 @pytest.mark.parametrize("model_type", ["own", "bitnet"])  # for which there is no tokenizer's code
 def test_a_model_that_brings_its_own_code(tmp_path, monkeypatch, model_type):
     """transformers would ask on standard input whether to run it, and wait for 15 seconds."""
-    asked, auto_map = [], {"AutoConfig": "own.C", "AutoTokenizer": ["own.T", None]}
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    asked = []
+    auto_map = {"AutoConfig": "own.C", "AutoTokenizer": ["own.T", None]}
+
+    def answer_no(question):
+        asked.append(question)
+        return "n"
+
+    monkeypatch.setattr("builtins.input", answer_no)
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
         own = json.loads((Path(TINY) / name).read_text())
         own |= {"model_type": model_type, "tokenizer_class": "Own", "auto_map": auto_map}

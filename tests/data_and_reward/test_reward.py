@@ -11,6 +11,8 @@ if __name__ == "__main__":  # --bench; under pytest the configuration does this
     sys.path.insert(0, str(ROOT))
 
 import ast
+import functools
+import itertools
 import json
 import math
 import os
@@ -124,7 +126,9 @@ def test_quick_path_starts_no_worker(answer, gold, verdict):
         assert grader._workers == []
 
 
-@pytest.mark.parametrize("text", ["٧", "⁷", "７", "1,00", "0,123", "7.0", "1e3", "9" * 31, "0x7"])
+@pytest.mark.parametrize(
+    "text", ["\u0667", "⁷", "\uff17", "1,00", "0,123", "7.0", "1e3", "9" * 31, "0x7"]
+)
 def test_only_plain_ascii_integers_are_compared_in_the_parent(text):
     assert quick_verdict(text, "7") is None
 
@@ -313,7 +317,11 @@ def test_the_cache_is_bounded(grader, monkeypatch):
 
 # ----------------------------------------------------------------------------------- real data
 
-SETS = {"math500": math500, "train": lambda: gsm8k("train"), "test": lambda: gsm8k("test")}
+SETS = {
+    "math500": math500,
+    "train": functools.partial(gsm8k, "train"),
+    "test": functools.partial(gsm8k, "test"),
+}
 GOLD_SCORES_ZERO: dict[str, set[str]] = {"math500": set(), "train": set(), "test": set()}
 # (boxed, the next problem's answer): written differently, and equal.
 NEXT_SCORES_ONE = {"math500": {("5", "x=5")}, "train": set(), "test": set()}
@@ -342,13 +350,23 @@ def test_gold_solutions_against_the_next_answer(name, grader):
     assert {(a, b) for a, b, verdict in differ if verdict == 1.0} == NEXT_SCORES_ONE[name]
 
 
+def as_it_is(answer: str) -> str:
+    return answer
+
+
+def with_other_commands(answer: str) -> str:
+    return answer.replace("\\frac", "\\dfrac").replace("\\left", "")
+
+
+def in_display_style(answer: str) -> str:
+    return "\\displaystyle " + answer.replace("\\right", "").replace("\\left", "")
+
+
 REWRITTEN = {
-    "as it is": lambda s: s,
-    "other commands": lambda s: s.replace("\\frac", "\\dfrac").replace("\\left", ""),
-    "display style": lambda s: "\\displaystyle " + s.replace("\\right", "").replace("\\left", ""),
+    "as it is": as_it_is,
+    "other commands": with_other_commands,
+    "display style": in_display_style,
 }
-
-
 SLOW_FORMS = [pytest.param(form, marks=pytest.mark.slow) for form in list(REWRITTEN)[:2]]
 
 
@@ -399,7 +417,8 @@ HOSTILE = [
     "{" * 10_000 + "7" + "}" * 10_000, "(" * 10_000 + "7" + ")" * 10_000,
     r"\frac{" * 10_000 + "7" + "}{1}" * 10_000, r"\sqrt{" * 10_000 + "7" + "}" * 10_000,
     r"\sqrt{" * 40 + "7" + "}" * 40, "((((((((7", "8" * 1_000_000, "8" * 400, "x" * 2_000_000,
-    "7\0", "\0", "a\0b", "٧", "⁷", "７", "７.0", "\ud800", "7\ud800", "\U0001f600" * 400,
+    "7\0", "\0", "a\0b", "\u0667", "⁷", "\uff17", "\uff17.0", "\ud800", "7\ud800",
+    "\U0001f600" * 400,
     "__import__('os').system('touch pwned')", "__import__(\"os\").system(\"touch pwned\")",
     "().__class__.__base__.__subclasses__()", "(lambda: open('pwned', 'w'))()", LAMBDIFY,
     "exec('open(\"pwned\",\"w\")')", OPEN, rf"\text{{{OPEN}}}", "7\n7", '7"]\n["7", "7"]', "1\n",
@@ -473,12 +492,14 @@ def test_a_call_ends_when_its_budget_is_spent():
     slow = [f"5^{{5^{{5^{{{i}}}}}}}" for i in range(5, 11)]
     texts = [box(text) for text in [*slow, "14/2", "21/3", "28/4"]] + [box("7")]
     with ready_grader(1, 10.0) as grader:
-        grader._budget, cached, start = 0.7, len(grader._cache), time.monotonic()
+        grader._budget = 0.7
+        cached = len(grader._cache)
+        start = time.monotonic()
         assert grader.grade(texts, ["7"] * 10) == [0.0] * 9 + [1.0]
         assert time.monotonic() - start < 5.0
         assert grader.timeouts == 9 and len(grader._cache) == cached  # none of them was judged
         grader._budget = grader._timeout = 30.0
-        assert grader.grade(texts[6:] + [box("15/2")], ["7"] * 5) == [1.0] * 4 + [0.0]
+        assert grader.grade([*texts[6:], box("15/2")], ["7"] * 5) == [1.0] * 4 + [0.0]
         assert grader.timeouts == 9
 
 
@@ -493,10 +514,15 @@ def test_a_budget_too_small_for_one_verdict_and_one_large_enough():
 def test_the_start_of_a_worker_is_not_counted(monkeypatch):
     """By a clock on which it takes 20 s; the budget is half of that."""
     late = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
+
+    def late_clock():
+        return time.monotonic() + late[0]
+
+    clock = SimpleNamespace(monotonic=late_clock)
     monkeypatch.setattr(reward, "time", clock)
     with Grader(1, timeout=10.0, budget=10.0) as grader:
-        start, starts = grader._start, []
+        start = grader._start
+        starts = []
 
         def slow_start():
             starts.append(start())
@@ -523,8 +549,14 @@ def test_a_worker_killed_while_idle_costs_nothing():
 def kill_in_the_middle(grader: Grader, times: int) -> threading.Thread:
     """Stops the only worker, so that it is certainly at work, and kills it; `times` workers."""
 
-    ready, start = list(grader._workers), grader._start
-    grader._start = lambda: ready.append(start()) or ready[-1]
+    ready = list(grader._workers)
+    start = grader._start
+
+    def record_start():
+        ready.append(start())
+        return ready[-1]
+
+    grader._start = record_start
 
     def kill() -> None:
         for place in range(times):
@@ -556,8 +588,14 @@ def test_a_worker_killed_while_busy_costs_no_verdict_and_is_told_once(capfd):
 
 def test_an_answer_that_kills_its_worker_twice_gets_0_and_the_rest_goes_on(capfd, monkeypatch):
     with ready_grader(1, 30.0) as grader:
-        sent, start = [], grader._start
-        monkeypatch.setattr(grader, "_start", lambda: sent.append(1) or start())
+        sent = []
+        start = grader._start
+
+        def record_start():
+            sent.append(1)
+            return start()
+
+        monkeypatch.setattr(grader, "_start", record_start)
         killer = kill_in_the_middle(grader, times=2)
         # 5^(5^(5^5)) holds the second worker until it is killed too: no clock decides this test
         texts = [box(ENDLESS[0]), box("14/2"), box("15/2"), "no box"]
@@ -700,7 +738,8 @@ def test_workers_that_cannot_start_are_one_clear_error(cause, tmp_path, monkeypa
 
 
 def test_a_worker_that_fails_to_start_once_is_started_again(tmp_path, monkeypatch):
-    program, failed = tmp_path / "python", tmp_path / "failed"
+    program = tmp_path / "python"
+    failed = tmp_path / "failed"
     again = f'[ -e {failed} ] && exec {sys.executable} "$@"'
     program.write_text(f"#!/bin/sh\n{again}\ntouch {failed}; exit 1")
     program.chmod(0o755)
@@ -715,9 +754,18 @@ def test_a_worker_that_fails_to_start_once_is_started_again(tmp_path, monkeypatc
 CHAT = [{"role": "user", "content": "2 + 2?"}]
 
 
+def returns(values):
+    """A reward function that returns these values."""
+
+    def function(**_):
+        return values
+
+    return function
+
+
 def called(function, prompts=("a", "b"), texts=("x", "yy"), **columns):
     ids = [[1] * len(text) for text in texts]
-    return call_reward_func("mine", function, list(prompts), list(texts), ids, columns)
+    return call_reward_func("mine", function, list(prompts), list(texts), ids, columns, {})
 
 
 def test_reward_functions_from_dotted_paths(tmp_path, monkeypatch):
@@ -765,6 +813,7 @@ def test_a_reward_function_gets_what_trl_gives_it():
     seen = {}
 
     def function(prompts, completions, completion_ids, **columns):
+        assert callable(columns.pop("log_metric"))
         seen.update(columns, prompts=prompts, completions=completions, ids=completion_ids)
         return [0, True]
 
@@ -786,23 +835,35 @@ def test_numbers_of_every_kind():
         [numpy.float32(1), numpy.float64(0.5)], [numpy.bool_(True), torch.tensor(0.5)],
         torch.tensor([1, 0.5], dtype=torch.bfloat16, requires_grad=True).detach(),
     ):  # fmt: skip
-        got = called(lambda _values=values, **_: _values)
+        got = called(returns(values))
         assert got == [1.0, 0.5] and all(type(value) is float for value in got)
+
+
+class Unprintable:
+    def __repr__(self):
+        raise ValueError("no text")
+
+    __float__ = __repr__
 
 
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ([1.0], "1 values for 2"), ([], "0 values"), ([1, 2, 3], "3 values"), (None, "TypeError"),
-        (1.0, "TypeError"), ([1.0, []], "list"), ([None, float("nan")], "not nan"),
-        ([1.0, float("inf")], "not inf"), (["1", "2"], "not '1'"), ([1j, 1], "complex"),
-        ("12", "not '1'"), ([[1], [2]], "list"), ([10**400, 1], "OverflowError"),
-        ({"a": 1, "b": 2}, "not 'a'"),
+        ([1.0], "1 for 2"), ([], "0 for 2"), ([1, 2, 3], "more than 2 for 2"), (None, "not None"),
+        (itertools.repeat(1.0), "more than 2"), (1.0, "not 1.0"),
+        ([1.0, []], r"not \[\] for completions\[1\] \(prompt 'b'\)"),
+        ([None, float("nan")], r"not nan for completions\[1\]"),
+        ([1.0, float("inf")], "not inf"), (["1", "2"], "not '1'"), ([1j, 1], "not 1j for"),
+        ("12", "not '12'"), (b"12", "not b'12'"), ([[1], [2]], r"not \[1\]"),
+        ([10**400, 1], "not 10000"), ({"a": 1, "b": 2}, "not a dict"), ({0: 1, 1: 2}, "not a dict"),
+        ({1, 2}, "not a set"), (frozenset([1, 2]), "not a frozenset"),
+        ([{"x": 1}, 2], "not a dict for"), (len, "not <built-in"), (Unprintable(), "Unprintable"),
+        ([1.0, Unprintable()], r"Unprintable for completions\[1\]"),
     ],
 )  # fmt: skip
 def test_values_that_are_no_rewards(values, says):
     with pytest.raises(RewardError, match=rf"reward function mine.*{says}") as error:
-        called(lambda **_: values)
+        called(returns(values))
     assert "\n" not in str(error.value)
 
 
@@ -810,68 +871,188 @@ def test_an_exception_in_a_reward_function_is_one_sentence():
     def broken(**_):
         raise KeyError("two\nlines")
 
-    for function in (broken, lambda completions: [1, 2], lambda needed, **_: [1, 2]):
-        with pytest.raises(RewardError, match="reward function mine: (Key|Type)Error") as error:
+    def takes_no_columns(completions):
+        return [1, 2]
+
+    def needs_a_column(needed, **_):
+        return [1, 2]
+
+    for function in (broken, takes_no_columns, needs_a_column):
+        with pytest.raises(RewardError, match=r"reward function mine: (Key|Type)Error") as error:
             called(function)
         assert "\n" not in str(error.value) and error.value.__cause__ is not None
 
 
 def test_none_is_not_counted_as_in_trl():
     for values in ([1, None], iter([1.0, None])):
-        got = called(lambda _values=values, **_: _values)
+        got = called(returns(values))
         assert got[0] == 1.0 and math.isnan(got[1])
-    assert all(map(math.isnan, called(lambda **_: [None, None])))
+    assert all(map(math.isnan, called(returns([None, None]))))
 
 
-def test_the_gradients_stay_on_whatever_a_reward_function_does():
+def test_what_a_reward_function_leaves_behind_is_restored(tmp_path):
+    """Gradients, inference mode, autocast, the default type of numbers and the directory."""
     import torch
 
-    def off(**_):
+    left = []
+
+    def careless(**_):
+        os.chdir(tmp_path)
+        torch.set_default_dtype(torch.float64)
+        left[:] = [torch.autocast("cpu", dtype=torch.float16), torch.inference_mode()]
+        for mode in left:
+            mode.__enter__()
         torch.set_grad_enabled(False)
         return [1, 2]
 
-    def off_and_out(**_):
-        off()
+    def careless_and_out(**_):
+        careless()
         raise ValueError("then an error")
 
-    for before in (True, False):
-        with torch.set_grad_enabled(before):
-            assert called(off) == [1.0, 2.0] and torch.is_grad_enabled() is before
+    def state():
+        autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        depth = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        return os.getcwd(), torch.get_default_dtype(), *autocast, *modes, depth
+
+    for mode in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
+        with mode:
+            before = state()
+            assert called(careless) == [1.0, 2.0] and state() == before
             with pytest.raises(RewardError):
-                called(off_and_out)
-            assert torch.is_grad_enabled() is before
+                called(careless_and_out)
+            assert state() == before
+    assert (torch.ones(1, requires_grad=True) * 2).requires_grad
 
 
-def test_a_reward_function_cannot_end_the_run_but_ctrl_c_can():
+def test_a_reward_function_gets_copies():
+    """Its edits reach neither what it was given nor the other rows of a group."""
+    message = {"role": "user", "content": "2 + 2?"}
+    chat, level = [message], ["easy"]
+    ids = [[1], [1]]
+
+    def edit(prompts, completions, completion_ids, levels, **_):
+        prompts[0][0]["content"] = "3 + 3?"
+        assert prompts[1] == [{"role": "user", "content": "2 + 2?"}]
+        completions[0][0]["content"] = "edited"
+        completion_ids[0].append(7)
+        levels[0].append("edited")
+        assert levels[1] == ["easy"]
+        del levels[1]
+        return [1, 2]
+
+    columns = {"levels": [level, level]}
+    prompts = [chat, chat]
+    assert call_reward_func("f", edit, prompts, ["x", "y"], ids, columns, {}) == [1.0, 2.0]
+    assert prompts == [[{"role": "user", "content": "2 + 2?"}]] * 2
+    assert (columns, ids) == ({"levels": [["easy"], ["easy"]]}, [[1], [1]])
+
+
+class NotAnException(BaseException):
+    def __repr__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), NotAnException(), StopIteration])
+def test_a_reward_function_cannot_end_the_run_but_ctrl_c_can(error):
     def leave(**_):
-        sys.exit(0)
+        raise error
+
+    def leave_later(**_):
+        yield 1.0
+        raise error
 
     def interrupted(**_):
         raise KeyboardInterrupt
 
-    with pytest.raises(RewardError, match=r"reward function mine: SystemExit\(0\)") as error:
-        called(leave)
-    assert "\n" not in str(error.value)
+    for function in (leave, leave_later):
+        name = getattr(error, "__name__", type(error).__name__)
+        name = "RuntimeError" if function is leave_later and name == "StopIteration" else name
+        with pytest.raises(RewardError, match=rf"correct the reward function mine: {name}") as told:
+            called(function)
+        assert "\n" not in str(told.value)
     with pytest.raises(KeyboardInterrupt):
         called(interrupted)
 
 
-def test_an_error_names_the_line_of_the_users_own_code(tmp_path, monkeypatch):
-    """Of the function that it calls, not of the library in which the error is raised."""
+@pytest.fixture
+def own_function(tmp_path, monkeypatch):
+    """A reward function in a file of the user's own that calls another function there."""
     lines = ["import json", "def helper(text):", "    return json.loads(text)"]
     lines += ["def mine(completions, **_):", "    return [helper(t) for t in completions]"]
     (tmp_path / "own_of_test_reward.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_of_test_reward", raising=False)
     ((function, _),) = load_reward_funcs(["own_of_test_reward.mine"]).values()
-    place = f" at {tmp_path / 'own_of_test_reward.py'}:3"
-    with pytest.raises(RewardError, match="mine: JSONDecodeError") as error:
-        called(function, texts=("{", "x"))
-    assert str(error.value).endswith(place) and "\n" not in str(error.value)
+    return function
+
+
+def test_an_error_names_file_line_and_row(tmp_path, own_function):
+    """The line of the function that it calls, not of the library in which the error is raised."""
+    file = tmp_path / "own_of_test_reward.py"
+    with pytest.raises(RewardError) as error:
+        called(own_function, texts=("1", "{"))
+    said = str(error.value)
+    assert said.startswith("correct the reward function mine: JSONDecodeError('Expecting property")
+    assert said.endswith(f") in line 3 of {file} for completions[1] (prompt 'b')")
+    with pytest.raises(RewardError) as error:  # every row fails, so none is to blame
+        called(own_function, texts=("{", "{"))
+    assert str(error.value).endswith(f" in line 3 of {file}")
     for values in ([1j, 1], None):  # no line is to blame
         with pytest.raises(RewardError) as error:
-            called(lambda _values=values, **_: _values)
+            called(returns(values))
         assert ".py" not in str(error.value)
+
+
+def test_a_call_that_the_function_does_not_allow_names_the_function():
+    def mine(completions, levels):
+        return [1, 2]
+
+    with pytest.raises(RewardError) as error:
+        called(mine)
+    line = mine.__code__.co_firstlineno
+    assert str(error.value).endswith(f" in the function at line {line} of {__file__}")
+
+
+def test_numbers_that_a_reward_function_logs():
+    def by_name(completions, log_metric, **_):
+        log_metric("length", 3)
+        log_metric(name="length", value=5.0)
+        return [1, 2]
+
+    def by_columns(**columns):
+        columns["log_metric"]("length", 4)
+        return [1, 2]
+
+    def neither(prompts, completions, completion_ids):
+        return [1, 2]
+
+    for function, expected in ((by_name, [3.0, 5.0]), (by_columns, [4.0]), (neither, None)):
+        logged = {}
+        call_reward_func("f", function, ["a", "b"], ["x", "y"], [[1], [1]], {}, logged)
+        assert logged.get("length") == expected and set(logged) <= {"length"}
+
+    for name, value in (("x", math.nan), ("x", "3"), (3, 3.0), ("mean", 1.0)):
+
+        def wrong(log_metric, name=name, value=value, **_):
+            log_metric(name, value)
+
+        with pytest.raises(RewardError, match=rf"log_metric.* in line \d+ of {__file__}$"):
+            called(wrong)
+
+
+def test_the_graders_verdict_for_reward_functions():
+    texts = [box("1,600"), box("16 apples"), "#### 16", box("32/2"), box("17")]
+    golds = ["1600", "16", "16", "16", "16"]
+    expected = [True, True, False, True, False]
+    assert reward.verdicts(texts, golds) == expected
+    assert [value == 1.0 for value in Grader(1, 30.0).grade(texts, golds)] == expected
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    assert reward.verdicts(chats, golds) == expected
+    assert [reward.is_right(*pair) for pair in zip(texts, golds, strict=True)] == expected
+    assert reward.is_right(chats[0], "1600") is True
 
 
 @pytest.mark.parametrize("name", ["random", "math", "pytest"])  # builtin, and a library too
@@ -894,10 +1075,12 @@ def test_ready_made_functions_of_trl_run_unchanged():
     columns = {"solution": ["$4$"] * 3, "level": [1, 2, 3]}
     expected = [[1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     for (name, function), values in zip(functions.items(), expected, strict=True):
-        got = call_reward_func(name, function, [CHAT] * 3, texts, [[1]] * 3, columns)
+        got = call_reward_func(name, function, [CHAT] * 3, texts, [[1]] * 3, columns, {})
         assert got == values, name
-    with pytest.raises(RewardError, match="accuracy_reward.*solution"):
-        call_reward_func("accuracy_reward", functions["accuracy_reward"], [CHAT], ["x"], [[1]], {})
+    with pytest.raises(RewardError, match=r"accuracy_reward.*solution"):
+        call_reward_func(
+            "accuracy_reward", functions["accuracy_reward"], [CHAT], ["x"], [[1]], {}, {}
+        )
 
 
 def test_ready_made_functions_that_trl_makes():
@@ -905,7 +1088,8 @@ def test_ready_made_functions_that_trl_makes():
 
     penalty = get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)
     ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5]]
-    got = call_reward_func("penalty", penalty, [CHAT] * 2, ["a", "b"], ids, {"answer": ["1", "2"]})
+    columns = {"answer": ["1", "2"]}
+    got = call_reward_func("penalty", penalty, [CHAT] * 2, ["a", "b"], ids, columns, {})
     assert got == [0.0, -0.75]
     overlong = get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2)
     assert called(overlong, texts=["xxxxx", "x"]) == [-1.0, 0.0]
@@ -941,16 +1125,22 @@ def test_the_worker_imports_no_torch(grader):
 
 
 def test_the_source_evaluates_nothing():
-    for name in ("answers.py", "grading_worker.py", "reward.py"):
-        tree = ast.parse((ROOT / "common" / name).read_text())
-        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-        names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-        names |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-        bad = {"eval", "exec", "sympify", "parse_expr", "loads", "ExprExtractionConfig", "pickle"}
-        json_loads = {"loads"} if name == "grading_worker.py" else set()
-        assert names & bad == json_loads, name
-        modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-        assert not modules & {"pickle", "multiprocessing"}, name
+    bad = {"eval", "exec", "sympify", "parse_expr", "loads", "ExprExtractionConfig", "pickle"}
+    for file in ("answers.py", "grading_worker.py", "reward.py"):
+        names = set()
+        modules = set()
+        for node in ast.walk(ast.parse((ROOT / "common" / file).read_text())):
+            if isinstance(node, ast.Name):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.ImportFrom):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+        json_loads = {"loads"} if file == "grading_worker.py" else set()
+        assert names & bad == json_loads, file
+        assert not modules & {"pickle", "multiprocessing"}, file
 
 
 # --------------------------------------------------------------------------------------- bench
@@ -958,8 +1148,10 @@ def test_the_source_evaluates_nothing():
 
 def bench() -> None:
     """Completions per second: MATH-500 and the GSM8K test split, against right and wrong golds."""
-    (m_texts, m_golds), (g_texts, g_golds) = math500(), gsm8k("test")
-    texts, golds = m_texts + g_texts, m_golds + g_golds
+    m_texts, m_golds = math500()
+    g_texts, g_golds = gsm8k("test")
+    texts = m_texts + g_texts
+    golds = m_golds + g_golds
     rewritten = [box("\\displaystyle " + gold) for gold in golds]
     mixes = [
         ("gold solutions, own answers", texts, golds),
@@ -972,9 +1164,11 @@ def bench() -> None:
         with ready_grader(2, 5.0) if started else Grader(2, 5.0) as grader:
             print("workers started before" if started else "worker start included")
             for name, completions, answers in mixes:
-                before, start = len(grader._cache), time.perf_counter()
+                before = len(grader._cache)
+                start = time.perf_counter()
                 right = sum(grader.grade(completions, answers))
-                seconds, judged = time.perf_counter() - start, len(grader._cache) - before
+                seconds = time.perf_counter() - start
+                judged = len(grader._cache) - before
                 print(
                     f"  {name}: {len(completions)} in {seconds:.2f} s = "
                     f"{len(completions) / seconds:.0f}/s; {judged} pairs ({judged / seconds:.0f}/s)"

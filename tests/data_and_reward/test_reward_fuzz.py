@@ -72,7 +72,7 @@ def latex() -> list[tuple[str, str]]:
 def value(text: str) -> Fraction | None:
     """A plain number or \\frac{a}{b} as Python reads it."""
     match = FRACTION.fullmatch(text)
-    if match is None or match[5] and int(match[5]) == 0:
+    if match is None or (match[5] and int(match[5]) == 0):
         return None
     whole = f"{match[2]}.{match[3] or 0}" if match[2] else None
     size = Fraction(whole) if whole else Fraction(int(match[4]), int(match[5]))
@@ -118,7 +118,8 @@ def other_number(rng: random.Random) -> tuple[str, str, float]:
 
 def extra_digit(rng: random.Random) -> tuple[str, str, float]:
     gold = rng.choice(integers())
-    place, digit = rng.randint(1, len(gold)), rng.choice("0123456789")
+    place = rng.randint(1, len(gold))
+    digit = rng.choice("0123456789")
     longer = gold[:place] + rng.choice(["", "", "."]) * (place == len(gold)) + digit
     longer += gold[place:]
     if Fraction(longer) == int(gold):  # "7.0"
@@ -129,7 +130,8 @@ def extra_digit(rng: random.Random) -> tuple[str, str, float]:
 def power(rng: random.Random) -> tuple[str, str, float]:
     """A power that Python finds unequal, or one beyond every gold, which have a few digits."""
     gold = rng.choice(integers())
-    base, exponent = rng.choice([2, 3, 10, int(gold)]), rng.randint(2, 40)
+    base = rng.choice([2, 3, 10, int(gold)])
+    exponent = rng.randint(2, 40)
     texts = [f"{base}^{{{exponent}}}", f"({base})^{exponent // 10 + 2}"]
     powers = [base**exponent, base ** (exponent // 10 + 2)]
     right = [text for text, size in zip(texts, powers, strict=True) if size == int(gold)]
@@ -187,7 +189,8 @@ def mutated(rng: random.Random) -> tuple[str, str, None]:
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(chars))
         chars[place] = rng.choice(["", 2 * chars[place], *"\\{}^_1x(&\0", "\\frac", "\\sqrt{"])
-    rng.random() < 0.2 and chars.insert(0, rng.choice("({") * rng.randint(1, 60))
+    if rng.random() < 0.2:
+        chars.insert(0, rng.choice("({") * rng.randint(1, 60))
     return box("".join(chars)) + "}" * 5, gold, None
 
 
@@ -229,7 +232,9 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def fuzz(count: int, endless: int, seed: int, seconds: int) -> None:
-    made, wrong, start = cases(count, endless, seed), [], time.monotonic()
+    made = cases(count, endless, seed)
+    wrong = []
+    start = time.monotonic()
     assert len(made) == count
     with at_most(seconds), Grader(2, timeout=5.0) as grader:
         for first in range(0, count, 64):  # a rollout's worth at a time

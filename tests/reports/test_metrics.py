@@ -5,6 +5,7 @@ They are compared with brute force and hand-computed vectors, and are given host
 
 import errno
 import importlib
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,6 @@ import warnings
 from dataclasses import asdict, dataclass
 from html.parser import HTMLParser
 from importlib.metadata import version
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +55,7 @@ def test_pass_at_k_equals_enumeration_of_every_subset():
     for n in range(1, 8):
         for c in range(n + 1):
             for k in range(1, n + 1):
-                draws = list(combinations([True] * c + [False] * (n - c), k))
+                draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
                 share = sum(any(draw) for draw in draws) / len(draws)
                 assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-12), (n, c, k)
 
@@ -94,13 +94,15 @@ def ragged(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.rand(16, 37, generator=generator).pow(3)
     weights[:, ::5] = 0.0
     mask = torch.rand(16, 37, generator=generator) < torch.linspace(0.1, 1, 16)[:, None]
-    mask[0], mask[1] = False, False
+    mask[0] = False
+    mask[1] = False
     mask[1, 3] = True
     return weights, mask
 
 
 def naive_stats(row: list[float]) -> list[float]:
-    n, total = len(row), sum(row)
+    n = len(row)
+    total = sum(row)
     if n <= 1 or total == 0:
         return [math.nan] * 2
     ordered = sorted(row)
@@ -172,7 +174,8 @@ GROUP_SIZE = 8
 
 def micro(rows: list[int], right: list[float], shape: list[float] | None = None, **more) -> Micro:
     """Completions of the given places; row r has r % 5 + 1 tokens, whose ids are r + 1."""
-    places, width = torch.tensor(rows), 6
+    places = torch.tensor(rows)
+    width = 6
     lengths = places % 5 + 1
     mask = torch.arange(width) < lengths[:, None]
     noise = torch.stack([torch.rand(width, generator=seeded(row)) for row in rows])
@@ -196,7 +199,8 @@ class Processes:
     """Accelerate's reduce and gather among threads, which like NCCL's want equal shapes."""
 
     def __init__(self, world: int) -> None:
-        self.slots, self.barrier = [None] * world, threading.Barrier(world, timeout=20)
+        self.slots = [None] * world
+        self.barrier = threading.Barrier(world, timeout=20)
 
     def accelerator(self, rank: int) -> SimpleNamespace:
         def collect(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -207,17 +211,20 @@ class Processes:
             assert len({(x.shape, x.dtype) for x in tensors}) == 1 and tensor.dim() > 0
             return tensors
 
-        return SimpleNamespace(
-            reduce=lambda tensor, how: sum(collect(tensor)),
-            gather=lambda tensor: torch.cat(collect(tensor)),
-            device=torch.device("cpu"),
-        )
+        def reduce(tensor: torch.Tensor, how: str) -> torch.Tensor:
+            return sum(collect(tensor))
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.cat(collect(tensor))
+
+        return SimpleNamespace(reduce=reduce, gather=gather, device=torch.device("cpu"))
 
 
 def metrics_of(shares: list[list[Micro]]) -> list[dict]:
     """What processes log of a rollout: the first of each one's batches is its share as it was
     sampled, the others are its micro-batches; process r has had r + 1 timeouts."""
-    processes, results = Processes(len(shares)), [None] * len(shares)
+    processes = Processes(len(shares))
+    results = [None] * len(shares)
 
     def work(rank: int) -> None:
         args = SimpleNamespace(num_generations=GROUP_SIZE)
@@ -246,7 +253,7 @@ def share(rows: list[int], **more) -> Micro:
 
 def shares(*parts: list[int], **more) -> list[Micro]:
     """A process's share of a rollout, which has these rows, and its micro-batches."""
-    return [share(sum(parts, []), **more), *(share(rows, **more) for rows in parts)]
+    return [share(list(itertools.chain(*parts)), **more), *(share(rows, **more) for rows in parts)]
 
 
 def test_rollout_metrics_of_hand_counts():
@@ -286,9 +293,13 @@ def test_a_figure_that_nothing_has_is_left_out():
 
 def test_figures_of_credit_are_of_rows_that_have_some():
     """A row without an advantage has weights of 1 whatever the method."""
-    rows, idle = list(range(8)), share(list(range(8)))
-    idle.weights, idle.rows, idle.advantages = idle.mask.float(), idle.rows + 8, torch.zeros(8)
-    alone, both = metrics_of([shares(rows)])[0], metrics_of([[*shares(rows), idle]])[0]
+    rows = list(range(8))
+    idle = share(list(range(8)))
+    idle.weights = idle.mask.float()
+    idle.rows = idle.rows + 8
+    idle.advantages = torch.zeros(8)
+    alone = metrics_of([shares(rows)])[0]
+    both = metrics_of([[*shares(rows), idle]])[0]
     for name in ("weight_gini", "weight_effn"):
         assert both[name] == pytest.approx(alone[name]), name
 
@@ -306,20 +317,28 @@ def test_timed_adds_up():
 
 def run_of(folder: Path, *texts: str, main: bool = True, rollout: int = 0) -> SimpleNamespace:
     """A run in groups of 2 whose tokenizer reads these texts, whatever the ids."""
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [*texts][: len(ids)])
-    args = SimpleNamespace(num_generations=2, output_dir=str(folder))
-    accelerator = SimpleNamespace(is_main_process=main)
-    more = {"tokenizer": tokenizer, "args": args, "accelerator": accelerator}
-    more["reward_funcs"] = {"accuracy_reward": (None, 1.0)}
-    return SimpleNamespace(step=4, rollout=rollout, **more)
+
+    def batch_decode(ids: list, **_: object) -> list[str]:
+        return list(texts[: len(ids)])
+
+    return SimpleNamespace(
+        step=4,
+        rollout=rollout,
+        tokenizer=SimpleNamespace(batch_decode=batch_decode),
+        args=SimpleNamespace(num_generations=2, output_dir=str(folder)),
+        accelerator=SimpleNamespace(is_main_process=main),
+        reward_funcs={"accuracy_reward": (None, 1.0)},
+    )
 
 
 CHAT = [{"role": "user", "content": "q\ud800"}]
 
 
 def test_completions_are_appended_by_the_main_process_alone(tmp_path):
-    batch, problems = micro([0, 1, 2], [1, 0, 0.0]), [Problem(CHAT, "7"), Problem("p", "8")] * 2
-    first, other = run_of(tmp_path, "a", "b", "c"), run_of(tmp_path, "a", "b", "c", main=False)
+    batch = micro([0, 1, 2], [1, 0, 0.0])
+    problems = [Problem(CHAT, "7"), Problem("p", "8")] * 2
+    first = run_of(tmp_path, "a", "b", "c")
+    other = run_of(tmp_path, "a", "b", "c", main=False)
     for run in (first, other):
         batch.problems = problems
         log_completions(run, "greedy", batch, [1.0, math.nan, 0.0])
@@ -386,7 +405,7 @@ def test_a_run_that_earns_nothing_leaves_what_it_wrote_and_why(run_main, tmp_pat
     assert steps == {(0, "greedy"), (0, "sampled"), (1, "train"), (1, "greedy"), (1, "sampled")}
     assert all(row["reward"] == 0 and row["truncated"] and row["completion"] for row in rows)
     page = " ".join((tmp_path / "out/credit.html").read_text().split())
-    assert "the rewards of every group were equal" in page and "completions.jsonl" in page
+    assert "the completions of a group had equal rewards" in page and "completions.jsonl" in page
     err = " ".join(err.split())
     assert "every group has equal rewards (mean 0.00)" in err and "never write a stop token" in err
     assert "no completion earns anything. The first one (if its form is right" in err
@@ -401,13 +420,19 @@ def test_a_run_of_no_steps_leaves_what_it_wrote_in_the_evaluation(run_main, tmp_
 # ----------------------------------------------------------------------------- credit group
 
 
+PROBLEM = Problem("p", "7")
+
+
 def group_of(
     *micros: Micro,
     size: int = GROUP_SIZE,
-    problem: Problem = Problem("p", "7"),
+    problem: Problem = PROBLEM,
     rewards: tuple = ("accuracy_reward",),
 ) -> dict:
-    tokenizer = SimpleNamespace(decode=lambda ids: f"<{ids[0]}>")
+    def decode(ids: list[int]) -> str:
+        return f"<{ids[0]}>"
+
+    tokenizer = SimpleNamespace(decode=decode)
     args = SimpleNamespace(num_generations=size)
     functions = dict.fromkeys(rewards, (None, 1.0))
     run = SimpleNamespace(args=args, tokenizer=tokenizer, step=3, reward_funcs=functions)
@@ -456,13 +481,14 @@ def test_credit_group_of_shaped_rewards_sorts_by_advantage(tmp_path):
     assert group["correct"] is None
     summary, heads = summary_of(tmp_path, group)
     assert summary == "Step 3 · 8 completions, 4 shown"
-    assert heads == ["Above the group’s mean 2", "Below 2"]
+    assert heads == ["Above the group\u2019s mean 2", "Below 2"]
     assert group_of(micro(list(range(8)), RIGHT[:8]), rewards=("mine",))["correct"] is None
     assert group_of(micro(list(range(8)), [1.0] * 8)) == {}
 
 
 def test_uniform_weights_are_said_on_the_page(tmp_path):
-    rows, right = list(range(8)), RIGHT[:8]
+    rows = list(range(8))
+    right = RIGHT[:8]
     mask = micro(rows, right).mask
     group = group_of(micro(rows, right, weights=mask + 5e-7 * mask))
     assert group["note"].startswith("All weights are 1: ")
@@ -488,7 +514,11 @@ def strict(path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def open_log(folder: Path | None, resume_step: int = 0, track=lambda *row: None, **flags) -> RunLog:
+def no_tracker(figures: dict, step: int) -> None:
+    pass
+
+
+def open_log(folder: Path | None, resume_step: int = 0, track=no_tracker, **flags) -> RunLog:
     return RunLog(folder and str(folder), flags, resume_step, track)
 
 
@@ -497,8 +527,15 @@ def open_log(folder: Path | None, resume_step: int = 0, track=lambda *row: None,
 @pytest.mark.parametrize("cuda", [False, True])
 def test_the_introduction_says_where_bfloat16_is_slow(monkeypatch, cpu, dtype, cuda):
     """Where torch has no kernel for it, SmolLM2 in bf16 takes days of what is half an hour."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+
+    def get_cpu_capability() -> str:
+        return cpu
+
+    def is_available() -> bool:
+        return cuda
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", get_cpu_capability)
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
     text = introduction(vars(grpo_arca.parse_args(["--dtype", dtype])), [1, 2], [3], processes=2)
     assert ("--dtype float32" in text) == (cpu == "AVX2" and dtype == "bfloat16" and not cuda)
     assert "arca credit for" in text and "(2 problems, 1 held out): 32 prompts x 8" in text
@@ -523,12 +560,13 @@ def test_run_log_writes_strict_json(tmp_path):
 
 
 def test_run_log_resume_drops_later_rows_of_both_files_and_a_torn_last_line(tmp_path):
-    log, texts = open_log(tmp_path), tmp_path / "completions.jsonl"
+    log = open_log(tmp_path)
+    texts = tmp_path / "completions.jsonl"
     for step in range(6):
         if step % 2 == 0:
             log.write({"step": step, "eval": EVAL})  # after the checkpoint of that step
         log.write({"step": step + 1, "reward": step / 10})
-    kinds = [(step, kind) for step in range(6) for kind in ("greedy", "train")]
+    kinds = list(itertools.product(range(6), ("greedy", "train")))
     rows = [{"step": s + (k == "train"), "eval": k != "train", "kind": k} for s, k in kinds]
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 6, "rew')
@@ -548,7 +586,8 @@ JUNK = ["", " ", '{"st', "5", "null", "[]", "{}", '{"step": "a"}', '{"step": nul
 
 @pytest.mark.parametrize("line", JUNK)
 def test_run_log_leaves_out_what_is_no_row_and_starts_anew_without_resume(tmp_path, line):
-    path, texts = tmp_path / "metrics.jsonl", tmp_path / "completions.jsonl"
+    path = tmp_path / "metrics.jsonl"
+    texts = tmp_path / "completions.jsonl"
     for file in (path, texts):
         file.write_bytes(b'{"step": 1}\n' + line.encode("latin-1") + b'\n{"step": 3}\n')
     assert open_log(tmp_path, 3).rows == strict(path) == strict(texts) == [{"step": 1}, {"step": 3}]
@@ -582,7 +621,11 @@ def test_run_log_tracks_every_row_after_it_is_written(tmp_path):
         log.write({"step": 2, "reward": torch.tensor(0.5)})
     assert seen == [({"eval/pass@2": 0.5}, 1), ({"reward": 0.5}, 2)]
     assert [row["step"] for row in log.rows] == [1, 2]
-    silent = open_log(None, 5, lambda figures, step: seen.append(step))  # another process's
+
+    def note_step(figures: dict, step: int) -> None:
+        seen.append(step)
+
+    silent = open_log(None, 5, note_step)  # another process's
     silent.write({"step": 6, "eval": EVAL})
     assert seen[-1] == 6 and len(silent.rows) == 1
 
@@ -652,10 +695,11 @@ def test_environment_names_the_commit_and_whether_the_code_is_its(tmp_path, monk
 
 
 def full_row(step: int) -> dict:
-    keys = (
-        "reward accuracy completion_length truncated_share entropy kl clip_fraction grad_norm "
-        "weight_gini weight_effn seconds_rollout seconds_score seconds_credit seconds_update"
-    ).split()
+    keys = [
+        "reward", "accuracy", "completion_length", "truncated_share", "entropy", "kl",
+        "clip_fraction", "grad_norm", "weight_gini", "weight_effn", "seconds_rollout",
+        "seconds_score", "seconds_credit", "seconds_update",
+    ]  # fmt: skip
     return {"step": step} | {key: 0.1 * i + 0.01 * (step % 3) for i, key in enumerate(keys)}
 
 
@@ -673,8 +717,8 @@ CURVES = {
     "no rows": [],
     "only the evaluation of step 0": [{"step": 0, "eval": EVAL}],
     "one row": [full_row(1)],
-    "every value null": [{key: None for key in full_row(1)} | {"step": 1}],
-    "every value zero": [{key: 0 for key in full_row(1)} | {"step": step} for step in (1, 2)],
+    "every value null": [dict.fromkeys(full_row(1)) | {"step": 1}],
+    "every value zero": [dict.fromkeys(full_row(1), 0) | {"step": step} for step in (1, 2)],
     "negative rewards": [full_row(step) | {"reward": -0.1} for step in (1, 2, 3)],
     "raw rows with NaN and inf": [full_row(1) | {"kl": math.nan, "reward": math.inf}, full_row(2)],
     "patchy": [patchy(step) for step in range(30)],
@@ -729,7 +773,10 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
-        self.opened, self.closed, self.blocks, self.text = [], [], [], ""
+        self.opened = []
+        self.closed = []
+        self.blocks = []
+        self.text = ""
         self.fresh = False  # no tag since the last start tag
         self.feed(path.read_bytes().decode("utf-8"))  # strict
         self.close()
@@ -749,7 +796,7 @@ class Page(HTMLParser):
             self.blocks[-1] += data
 
     def tokens(self) -> list[tuple[dict, str]]:
-        pairs = zip(self.opened, self.blocks)
+        pairs = zip(self.opened, self.blocks, strict=True)
         return [(dict(a), text) for (tag, a), text in pairs if tag == "i" and len(a) > 1]
 
 
@@ -770,12 +817,13 @@ def page_of(tmp_path: Path, texts: list[str], title: str = "t", **token: object)
 
 
 def test_page_takes_no_markup_from_text_and_shows_all_of_it(tmp_path):
-    hostile, plain = list(HOSTILE), [f"word{i}" for i in range(len(HOSTILE))]
+    hostile = list(HOSTILE)
+    plain = [f"word{i}" for i in range(len(HOSTILE))]
     page = page_of(tmp_path, hostile, title=hostile[0] + hostile[4])
     harmless = page_of(tmp_path, plain)
     assert [tag for tag, _ in page.opened] == [tag for tag, _ in harmless.opened]
     assert page.closed == harmless.closed
-    for (tag, attrs), (_, expected) in zip(page.opened, harmless.opened):
+    for (tag, attrs), (_, expected) in zip(page.opened, harmless.opened, strict=True):
         if "data-t" in dict(attrs):
             assert [name for name, _ in attrs] == TOKEN_ATTRIBUTES
             attrs, expected = ([a for a in side if a[0] != "data-t"] for side in (attrs, expected))
@@ -793,7 +841,8 @@ def test_page_needs_no_script_and_no_network(tmp_path):
     raw = (tmp_path / "credit.html").read_text(encoding="utf-8")
     policy = next(dict(a) for tag, a in page.opened if "http-equiv" in dict(a))
     assert policy["content"] == "default-src 'none'; style-src 'unsafe-inline'"
-    names = {name for _, attrs in page.opened for name, _ in attrs}
+    attributes = itertools.chain.from_iterable(attrs for _, attrs in page.opened)
+    names = {name for name, _ in attributes}
     assert not names & {"src", "href", "style"} and not any(n.startswith("on") for n in names)
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.opened}
     assert not re.search(r"https?:|url\(|@import", raw)
@@ -833,7 +882,7 @@ def test_page_survives_numbers_that_are_not(tmp_path, value):
 def test_page_without_samples_and_the_size_of_a_big_one(tmp_path):
     write_credit_page(str(tmp_path / "credit.html"), "t", [])
     text = " ".join(Page(tmp_path / "credit.html").text.split())
-    assert "the rewards of every group were equal" in text and "completions.jsonl" in text
+    assert "the completions of a group had equal rewards" in text and "completions.jsonl" in text
     token = {"text": " word&", "weight": 1.23, "entropy": 0.12, "logp": -0.12}
     completion = {"reward": 1.0, "advantage": 1.0, "truncated": False, "tokens": [token] * 500}
     group = {"prompt": "p", "answer": "a", "step": 0, "completions": [completion] * 8}
@@ -850,9 +899,9 @@ def test_before_after_table_is_aligned_and_in_points():
     assert [line.split() for line in lines] == [
         ["held-out", "before", "after", "change"],
         ["greedy", "accuracy", "40.0%", "52.5%", "+12.5"],
-        ["sampled", "accuracy", "35.0%", "–", "–"],
-        ["pass@4", "60.0%", "–", "–"],
-        ["pass@8", "–", "75.0%", "–"],
+        ["sampled", "accuracy", "35.0%", "\N{EN DASH}", "\N{EN DASH}"],
+        ["pass@4", "60.0%", "\N{EN DASH}", "\N{EN DASH}"],
+        ["pass@8", "\N{EN DASH}", "75.0%", "\N{EN DASH}"],
     ]
     assert len({len(line) for line in lines}) == 1
     assert before_after_table({}, {})
@@ -889,12 +938,14 @@ def test_model_card_of_hostile_names_has_valid_front_matter_and_whole_blocks(tmp
 
 @pytest.mark.parametrize("in_4_bits", [True, False])
 def test_the_cards_code_loads_what_was_trained(tmp_path, make_run, in_4_bits):
-    run, ids = make_run(load_in_4bit=in_4_bits), torch.arange(3, 27).view(2, 12)
+    run = make_run(load_in_4bit=in_4_bits)
+    ids = torch.arange(3, 27).view(2, 12)
     run.model.save_pretrained(tmp_path)
     card_of(tmp_path, EVAL, EVAL, **asdict(run.args))
     code = re.findall("```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
     assert len(code) == 1 + in_4_bits
-    expected, names = run.model.eval()(ids).logits, {}
+    expected = run.model.eval()(ids).logits
+    names = {}
     for block in code:
         exec(block.replace("path/to/this/folder", str(tmp_path)), names)
         for module in names["model"].modules():  # else a CPU with AVX512-BF16 rounds to bf16
@@ -908,7 +959,7 @@ def keys_on_the_page(script: str) -> set[str]:
     page = (ROOT / "common/METRICS.md").read_text(encoding="utf-8")
     sections = re.split(r"^##+ ", page, flags=re.MULTILINE)
     its = [x for x in sections if not x.startswith("Only") or x.startswith(f"Only `{script}.py`")]
-    keys = [key for section in its for key in re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)]
+    keys = re.findall(r"^\| `(.*?)` \|", "\n".join(its), re.MULTILINE)
     assert len(keys) == len(set(keys)) > 20
     return set(keys)
 
@@ -961,7 +1012,11 @@ PNG_END = b"IEND\xaeB`\x82"
 @pytest.fixture
 def quick_curves(monkeypatch):
     """The drawing takes seconds, and most of these tests are about the other files."""
-    monkeypatch.setattr(report, "write_curves", lambda p, *_: Path(p).write_bytes(PNG_END))
+
+    def write_end(path: str, *_: object) -> None:
+        Path(path).write_bytes(PNG_END)
+
+    monkeypatch.setattr(report, "write_curves", write_end)
 
 
 def test_report_writes_every_file_and_says_nothing(tmp_path, capfd):
@@ -974,7 +1029,8 @@ def test_report_writes_every_file_and_says_nothing(tmp_path, capfd):
 @pytest.mark.usefixtures("quick_curves")
 def test_report_of_a_run_sums_up_its_log(tmp_path):
     (tmp_path / "adapter").mkdir()
-    log, seconds = open_log(tmp_path), {"seconds_score": 1.0, "seconds_update": 0.5}
+    log = open_log(tmp_path)
+    seconds = {"seconds_score": 1.0, "seconds_update": 0.5}
     log.write({"step": 0, "eval": EVAL})
     for step in (1, 2, 3, 4):  # two updates a rollout
         rollout = {"seconds_rollout": 2.0 * (step % 2), "rollout_tokens": 7, "reward": 0.5}

@@ -19,9 +19,11 @@ from common import credit_page
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
-FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
---disable-background-networking --disable-component-update --disable-dev-shm-usage
---virtual-time-budget=3000 --dump-dom""".split()
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-sync", "--disable-background-networking", "--disable-component-update",
+    "--disable-dev-shm-usage", "--virtual-time-budget=3000", "--dump-dom",
+]  # fmt: skip
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium or google-chrome is installed")
 
 RUN = "document.title='PWNED'"  # what each payload tries
@@ -78,11 +80,13 @@ class Dom(HTMLParser):
         for element in self.open:
             element[2] += data
 
-    def texts(self, tag: str, **attributes: str) -> list[str]:
-        wanted = attributes.items()
-        return [
-            text for name, attrs, text in self.elements if name == tag and wanted <= attrs.items()
-        ]
+    def texts(self, tag: str, attribute: tuple[str, str] | None = None) -> list[str]:
+        """The text of each element with this tag and, if given, this attribute."""
+        found = []
+        for name, attrs, text in self.elements:
+            if name == tag and (attribute is None or attribute in attrs.items()):
+                found.append(text)
+        return found
 
     def tags(self) -> list[str]:
         return [tag for tag, _, _ in self.elements]
@@ -122,13 +126,13 @@ def test_hostile_text_is_shown_and_runs_nothing(tmp_path, monkeypatch, policy):
     write(page, list(SEEN), title=PAYLOADS[2])
     dom = Dom(dump(page))
     assert dom.texts("title") == dom.texts("h1") == [PAYLOADS[2]]  # nothing has set it
-    assert dom.texts("i", tabindex="0") == list(SEEN.values())
-    shown = dom.texts("div", **{"class": "text"})
+    assert dom.texts("i", ("tabindex", "0")) == list(SEEN.values())
+    shown = dom.texts("div", ("class", "text"))
     assert sorted(shown) == sorted([*SEEN.values()] * 2 + ["".join(SEEN.values())])
     assert [t.split("Step ")[1] for t in dom.texts("summary")] == [
         f"{seen} · {int(i == 0)} completions" for i, seen in enumerate(SEEN.values())
     ]
-    assert dom.texts("p", **{"class": "note"}) == list(SEEN.values())
+    assert dom.texts("p", ("class", "note")) == list(SEEN.values())
     tips = [attrs["data-t"] for _, attrs, _ in dom.elements if "data-t" in attrs]
     assert [tip[:20] for tip in tips] == [seen[:20] for seen in SEEN.values()]
     harmless = tmp_path / "harmless.html"
@@ -136,18 +140,25 @@ def test_hostile_text_is_shown_and_runs_nothing(tmp_path, monkeypatch, policy):
     assert dom.tags() == Dom(harmless.read_text(encoding="utf-8")).tags()  # no element came in
 
 
+def unescaped(value: object) -> Markup:
+    return Markup(str(value))
+
+
+def escaped_without_quotes(value: object) -> Markup:
+    return Markup(html.escape(str(value), quote=False))
+
+
 @pytest.mark.slow
 def test_each_of_two_broken_escapings_is_noticed(tmp_path, monkeypatch):
     """Markup that gets through is stopped by the policy; without it, a bare quote is enough."""
     page = tmp_path / "credit.html"
     with monkeypatch.context() as patch:
-        patch.setattr(credit_page, "visible", lambda text: Markup(str(text)))
+        patch.setattr(credit_page, "visible", unescaped)
         write(page, PAYLOADS[:1], title="t")
         dom = Dom(dump(page))
         assert dom.texts("title") == ["t"] and "script" in dom.tags()
     without_policy(monkeypatch, tmp_path)
-    bare = lambda text: Markup(html.escape(str(text), quote=False))
-    monkeypatch.setattr(credit_page, "visible", bare)
+    monkeypatch.setattr(credit_page, "visible", escaped_without_quotes)
     write(page, PAYLOADS[7:8], title="t")
     # Whether the element gets its focus before the page is dumped is a matter of luck.
     assert any(Dom(dump(page)).texts("title") == ["PWNED"] for _ in range(8))

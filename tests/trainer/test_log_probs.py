@@ -176,7 +176,7 @@ def test_compiled_layers_compute_the_same_without_graph_breaks_or_recompiles(mak
 
 @pytest.mark.slow  # importing the compiler alone takes ten seconds
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_layers_keep_no_dequantised_weight(make_run, checkpointing):
+def test_compiled_layers_keep_no_dequantized_weight(make_run, checkpointing):
     """For backward they keep activations and packed weights, with checkpointing little but the
     layer's input. The backend divides forward from backward as the default one does, and leaves
     out the minute of the C++ compiler."""

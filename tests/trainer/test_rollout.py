@@ -155,7 +155,8 @@ class FakeGraph:
 
     @classmethod
     @contextlib.contextmanager
-    def record(cls, graph):
+    def record(cls, graph, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # else NCCL's own thread would end the capture
         cls.recording = graph
         yield
         cls.recording = None

@@ -24,6 +24,7 @@ OURS = {
     "answer_column": "TRL leaves it to the reward function",
     "system_prompt": "TRL wants it in the data",
     "negative_weight": "TRL treats what is below the mean as what is above it",
+    "per_device_rollout_batch_size": "TRL's rollouts have no memory limit of their own",
     "rollout_weights": "how our own decode loop runs; TRL samples through vLLM or generate()",
     "max_eval_samples": "held-out problems to evaluate on",
 }
@@ -164,6 +165,8 @@ def args_class(script: Path):
 @pytest.mark.parametrize("script", SCRIPTS, ids=ids)
 def test_every_flag_has_help(script):
     for field in dataclasses.fields(args_class(script)):
+        if not field.init:  # `parse_args` sets it, not the user
+            continue
         assert len(field.metadata.get("help", "")) > 5, f"--{field.name} has no help text"
 
 
@@ -171,7 +174,8 @@ def shared_flags(script: Path) -> set[str]:
     """Names of the flags outside the CREDIT region."""
     tree = ast.parse(REGION.sub("", script.read_text()))
     args = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
-    return {n.target.id for n in args.body if isinstance(n, ast.AnnAssign)}
+    declared = [n for n in args.body if isinstance(n, ast.AnnAssign)]
+    return {n.target.id for n in declared if n.value.func.id == "flag"}
 
 
 def trl_flags() -> set[str]:
@@ -194,3 +198,11 @@ def test_a_methods_flags_collide_with_no_shared_one(script):
 def test_flags_have_trls_names_or_are_on_the_list():
     own = shared_flags(SCRIPTS[0]) - trl_flags()
     assert own == set(OURS), f"not in TRL: {sorted(own)}; on the list: {sorted(OURS)}"
+
+
+def test_advice_about_flags_of_trl_names_flags_that_there_are():
+    module = importlib.import_module(SCRIPTS[0].stem)
+    flags = {field.name for field in dataclasses.fields(module.Args)}
+    assert not module.TRL_FLAGS.keys() & flags
+    advised = re.findall(r"--(\w+)", " ".join(module.TRL_FLAGS.values()))
+    assert len(advised) > 5 and set(advised) <= flags

@@ -246,7 +246,11 @@ def test_a_run_is_resumed_to_the_bit_and_names_its_base(run_main, tmp_path, adap
     config = json.loads((out / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == TINY
     assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
-    assert f"base_model: {TINY}\n" in (out / "adapter/README.md").read_text()
+    card = (out / "adapter/README.md").read_text()
+    assert f"base_model: {TINY}\n" in card
+    flags = [line for line in card.splitlines() if line.startswith("--")]
+    assert f'--model_name_or_path "{adapter}"' in flags  # those that would run it again
+    assert not [line for line in flags if line.startswith(("--lora_", "--start_"))]
 
     for name in ("checkpoint-2", "adapter"):
         shutil.rmtree(out / name)
