@@ -4,7 +4,6 @@ It takes no GPU: the device is `cpu:1`, which torch takes for the CPU, and a mod
 call of torch notes what was put there. Backward runs inside torch, where the mode sees nothing.
 """
 
-import contextlib
 import json
 
 import pytest
@@ -13,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from support import load_data_once
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.report
 import grpo_arca
@@ -159,50 +157,6 @@ def test_a_run(monkeypatch, tmp_path):
         monkeypatch.undo()
         rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
-
-
-class Waits(TorchDispatchMode):
-    """Collects operations that wait for the device or copy from the host: none can be captured."""
-
-    NEVER = "_local_scalar_dense nonzero masked_select _unique2 unique_dim is_nonzero"
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.split("::")[1]
-        boolean = name.startswith("index") and any(
-            x.dtype == torch.bool for x in tensors_of(args[1:2])
-        )
-        if name == "lift_fresh":  # x[...] = False lifts the False, and is a fill
-            boolean = args[0].dtype != torch.bool or args[0].dim() > 0
-        self.found += [name] if name in self.NEVER.split() or boolean else []
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("weights", ["dense", "quantized"])
-@pytest.mark.parametrize("sampling", [(0.0, 0, 1.0), (0.7, 9, 0.9)], ids=["greedy", "sampled"])
-def test_a_decode_step_can_be_captured(make_run, weights, sampling):
-    """The second step on the same tensors, and the second on fewer rows."""
-    run, u = make_run(), torch.rand(4, 16)
-    weights = grpo_arca.dense(run.model) if weights == "dense" else contextlib.nullcontext()
-    with torch.no_grad(), weights:
-        prompts = [[5, 6, 7], [5, 6]] * 2
-        decoder = grpo_arca.Decoder(run.model.get_base_model(), prompts, u, sampling)
-        for rows in ([0, 1, 2, 3], [0, 3]):
-            decoder.keep(torch.tensor(rows))
-            decoder.step()
-            with Waits() as waits:
-                decoder.step()
-            assert waits.found == []
-
-
-def test_what_cannot_be_captured_is_noticed():
-    x = torch.ones(3)
-    with Waits() as waits:
-        x.sum().item(), x[x > 0], torch.tensor([1.0]), bool((x > 0).all())
-    assert waits.found == ["_local_scalar_dense", "index", "lift_fresh", "_local_scalar_dense"]
 
 
 def test_a_mixture_is_noticed():

@@ -1,10 +1,8 @@
 """The rollout: how tokens are drawn, which rows the decode loop works on, where completions end."""
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -137,66 +135,6 @@ def test_different_prompts_are_read_once_and_then_one_token_a_step(make_run, mon
     out = sample(run, prompts, fixed_uniforms(24, 24))
     assert read[0] == (len({tuple(p) for p in prompts}), out.prompt_width) == (6, out.prompt_width)
     assert len(read) > 15 and {tokens for _, tokens in read[1:]} == {1}
-
-
-class FakeGraph:
-    """A CUDA graph without CUDA: what is recorded has no effect until it is replayed, and then
-    acts on the memory that it was recorded on."""
-
-    recorded: ClassVar[list["FakeGraph"]] = []
-    recording = None
-    step = trainer.Decoder.step
-
-    @staticmethod
-    def memory(decoder) -> list[int]:
-        tensors = [x for x in vars(decoder).values() if isinstance(x, torch.Tensor)]
-        tensors += [x for layer in decoder.cache.layers for x in (layer.keys, layer.values)]
-        return [x.data_ptr() for x in tensors]
-
-    @classmethod
-    @contextlib.contextmanager
-    def record(cls, graph, capture_error_mode):
-        assert capture_error_mode == "thread_local"  # else NCCL's own thread would end the capture
-        cls.recording = graph
-        yield
-        cls.recording = None
-        cls.recorded.append(graph)
-
-    def step_or_note(decoder):
-        graph = FakeGraph.recording
-        if graph is None:
-            FakeGraph.step(decoder)
-        else:
-            graph.decoder = decoder
-            graph.noted = FakeGraph.memory(decoder)
-
-    def replay(self):
-        assert FakeGraph.memory(self.decoder) == self.noted
-        FakeGraph.step(self.decoder)
-
-
-def test_captured_steps_are_recorded_once_and_replayed(make_run, monkeypatch):
-    """What a CPU can test of the captured decode loop: a graph for each number of rows, recorded
-    after a warm-up, replayed on the same memory, and the same samples."""
-    run = make_run(max_completion_length=80, adapter=0.0)
-    prompts, u = prompts_of(run, 16), fixed_uniforms(16, 80)
-    plain = sample(run, prompts, u)
-    sizes = []
-    keep_rows = trainer.Decoder.keep
-
-    def keep(decoder, rows):
-        sizes.append(len(rows))
-        keep_rows(decoder, rows)
-
-    monkeypatch.setattr(FakeGraph, "recorded", [])
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", FakeGraph.record)
-    monkeypatch.setattr(trainer, "CUDA", True)
-    monkeypatch.setattr(trainer.Decoder, "step", FakeGraph.step_or_note)
-    monkeypatch.setattr(trainer.Decoder, "keep", keep)
-    ours = sample(run, prompts, u)
-    assert torch.equal(ours.ids, plain.ids) and torch.equal(ours.sampled_logp, plain.sampled_logp)
-    assert len(sizes) >= 2 and len(FakeGraph.recorded) == 1 + len(sizes)
 
 
 @pytest.mark.parametrize("rollout_weights", ["dense", "quantized"])
