@@ -1691,7 +1691,8 @@ def say(message: object) -> None:
 
 def fail(message: object) -> NoReturn:
     """Ends the run with a sentence about the user's mistake: no stack trace, exit code 2."""
-    say(f"error: {message}")
+    words = str(message).split()  # another library's message may span lines
+    say("error: " + " ".join(words))
     sys.exit(2)
 
 
