@@ -1911,10 +1911,12 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
 def check_state(run: Run, folder: Path, state: dict[str, Any]) -> None:
     """Raises ValueError unless all of a checkpoint's state can belong to this run."""
     counts = (state["step"], state["rollout"], state["schedule"])
-    if not all(type(count) is int and 0 <= count <= state["step"] + 1 for count in counts):
+    if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError("its counts are damaged")
     if state["step"] > run.args.max_steps:
         raise ValueError("it is past --max_steps: raise that flag")
+    if max(counts) > run.args.max_steps + 1:  # the schedule counts one update more
+        raise ValueError("its counts are damaged")
     named_step = folder.name.removeprefix("checkpoint-")
     if named_step.isdigit() and int(named_step) != state["step"]:
         raise ValueError(f"it is of step {state['step']}: rename it to checkpoint-{state['step']}")
