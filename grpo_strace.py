@@ -97,7 +97,6 @@ from common.data import (
     Problem,
     grade_batch,
     load_data,
-    printable,
     problem_at,
     reward_batch,
 )
@@ -116,6 +115,7 @@ from common.metrics import (
     stock_gap,
     timed,
 )
+from common.printable import printable
 from common.reward import Grader, RewardError, load_reward_funcs
 
 CUDA = torch.cuda.is_available()

@@ -8,11 +8,14 @@ import json
 import math
 import os
 import random
+import re
 import sys
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.printable import printable
 from common.problems import (
     Chain,
     Operation,
@@ -23,17 +26,16 @@ from common.problems import (
     stated_results,
     token_roles,
 )
-from common.reward import Grader, call_reward_func, last_boxed
+from common.reward import Grader, RewardError, call_reward_func, last_boxed, takes_argument
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-# Each script has classes of its own with these names; what is read of them here is the same.
-Args = Any
-Batch = Any
-Run = Any
-
+    # Each script has its own classes of these names, alike in what is read here.
+    Args = Any
+    Batch = Any
+    Run = Any
 
 __all__ = [
     "Chain", "DataError", "Operation", "Problem", "chain_problems", "completions_of",
@@ -48,13 +50,19 @@ PROMPT_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "solution")
 KNOWN_CONFIGS = {"openai/gsm8k": "main"}
 ONLY_SPLITS = {"HuggingFaceH4/MATH-500": "test"}  # sets that have no other
-FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv")
+MAX_PROMPT_CHARS = 1_000_000  # to tokenize a prompt of 50 MB takes minutes
+
+LARGEST_REWARD = 1e18  # float32 holds its square, so that no advantage is NaN
 
 ProblemSet = tuple[list[Problem], list[list[int]]]  # problems, and their prompts as token ids
 
 
 class DataError(Exception):
     """A data set that cannot be used; the message is one sentence that says what to change."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 # ---- Rows of a data set --------------------------------------------------------------------------
@@ -63,29 +71,99 @@ def read_split(name: str, config: str | None, split: str) -> list[dict]:
 
     Of a file the config and the split are ignored.
     """
-    kind = FILE_KINDS.get(Path(name).suffix)
-    if kind is not None and not (Path(name).is_file() and Path(name).stat().st_size > 0):
+    is_file = Path(name).suffix in FILE_KINDS
+    if is_file and not (Path(name).is_file() and Path(name).stat().st_size > 0):
         raise DataError(f"{name} is missing or empty: check the path, give a file with problems")
 
-    import datasets  # costs a second, and the embedded task does without
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the DataError below says it all
     try:
-        if kind == "csv":
-            return read_csv(name)
-        if kind is not None:
-            return datasets.load_dataset(kind, data_files=name, split="train").to_list()
-        config = config or KNOWN_CONFIGS.get(name)
-        return datasets.load_dataset(name, config, split=split).to_list()
-    except Exception as error:  # the library raises a dozen kinds, the network a dozen more
+        if is_file:
+            return read_file(name)
+        return read_hub(name, config or KNOWN_CONFIGS.get(name), split)
+    except Exception as error:  # the libraries raise a dozen kinds, the network a dozen more
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         what = f"split {split!r} of {name}"
         check = "the name, --dataset_config and the --dataset_*_split flags"
-        if kind is not None:
+        if is_file:
             what = name
             check = "the file"
         raise DataError(f"cannot read {what}, check {check}: {reason}") from error
+
+
+def read_hub(name: str, config: str | None, split: str) -> list[dict]:
+    """Returns the rows of a split of a Hub data set."""
+    import datasets  # costs a second, and the embedded task does without
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the DataError says it all
+    table = datasets.load_dataset(name, config, split=split)
+    small_floats = []
+    for column, feature in table.features.items():
+        if getattr(feature, "dtype", None) in ("float16", "float32"):
+            small_floats.append(column)
+    return with_short_floats(table.to_list(), small_floats)
+
+
+def read_file(name: str) -> list[dict]:
+    """Returns the rows of a file, as they are in it now.
+
+    `datasets` would also read it, but takes old rows from its cache if the time of the file is old.
+    """
+    kind = Path(name).suffix
+    if kind == ".csv":
+        return read_csv(name)
+    if kind == ".parquet":
+        return read_parquet(name)
+    return read_json(name)
+
+
+def read_parquet(name: str) -> list[dict]:
+    """Returns the rows of a .parquet file."""
+    from pyarrow import parquet  # costs half a second
+
+    table = parquet.ParquetFile(name).read()
+    small_types = ("halffloat", "float")  # 16 and 32 bits
+    small_floats = [field.name for field in table.schema if str(field.type) in small_types]
+    return with_short_floats(table.to_pylist(), small_floats)
+
+
+def with_short_floats(rows: list[dict], columns: list[str]) -> list[dict]:
+    """Returns the rows with float32 cells as they were once written: 14.1, not 14.100000381."""
+    import numpy
+
+    for row in rows:
+        for column in columns:
+            if row[column] is not None:
+                row[column] = float(str(numpy.float32(row[column])))
+    return rows
+
+
+def read_json(name: str) -> list[dict]:
+    """Returns the rows of a .json or .jsonl file, which holds objects, or lists of objects.
+
+    A row gets None for what only other rows have.
+    """
+    text = Path(name).read_text(encoding="utf-8-sig")
+    decoder = json.JSONDecoder()
+    rows: list[dict] = []
+    position = skip_space(text, 0)
+    while position < len(text):
+        value, position = decoder.raw_decode(text, position)
+        rows += value if isinstance(value, list) else [value]
+        position = skip_space(text, position)
+
+    columns: dict[str, None] = {}
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is not an object with named values")
+        columns |= dict.fromkeys(row)
+    return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def skip_space(text: str, position: int) -> int:
+    """Returns where the white space ends that begins at a position."""
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
 
 
 def read_csv(name: str) -> list[dict]:
@@ -118,33 +196,53 @@ def parse_rows(
     advice = "name others with --prompt_column and --answer_column"
 
     problems = []
+    sentences = []  # gold answers that are one, with their rows
     for number, row in enumerate(rows, 1):
         prompt = row[prompt_key] or ""
         gold = row[answer_key]
         if isinstance(gold, list) and len(gold) <= 1:
             gold = gold[0] if gold else None
-        if not is_prompt(prompt) or isinstance(gold, list | dict):
+        if not is_prompt(prompt) or isinstance(gold, list | dict | bytes):
             form = f"text or messages with role and content, and {answer_key} one answer"
             raise DataError(f"row {number} of {name}: {prompt_key} must hold {form}, or {advice}")
+        check_prompt_size(prompt, f"row {number} of {name}")
         answer = gold_answer(gold, is_solution=answer_key == "solution")
         if prompt and answer:
             problems.append(make_problem(prompt, answer, row, prompt_key))
+            if SENTENCE.search(answer):
+                sentences.append(f"row {number} of {name} has the answer {answer[:80]!r}")
 
     why = f"no prompt in {prompt_key} or no final answer in {answer_key}"
     left_out = f"{len(rows) - len(problems)} of {len(rows)} rows of {name} are left out: {why}"
     if not problems:
         raise DataError(f"{left_out}; {advice}")
-    if len(problems) < len(rows) and os.environ.get("RANK", "0") == "0":
-        print(printable(left_out), file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        if len(problems) < len(rows):
+            print(printable(left_out), file=sys.stderr)
+        if sentences:
+            print(printable(about_sentences(sentences)), file=sys.stderr)
     return problems
 
 
-def printable(text: str) -> str:
-    """Returns a text as one line that sends no escape codes to a terminal.
+def about_sentences(found: list[str]) -> str:
+    """Returns what to say about gold answers that are sentences."""
+    others = f" (and {len(found) - 1} more rows)" if len(found) > 1 else ""
+    advice = "give the value alone, or mark it with #### or \\boxed{}"
+    return f"{found[0]}{others}, a sentence that no box will ever equal: {advice}"
 
-    Names from files that others wrote may hold some.
-    """
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+def check_prompt_size(prompt: str | list[dict], row: str) -> None:
+    """Raises DataError if a prompt is longer than any model's context."""
+    messages = as_messages(prompt)
+    size = sum(len(message["content"]) for message in messages)
+    if size > MAX_PROMPT_CHARS:
+        advice = f"leave it out, the limit is {MAX_PROMPT_CHARS:,}"
+        raise DataError(f"{row} has a prompt of {size:,} characters: {advice}")
+
+
+def as_messages(prompt: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    """Returns a prompt as chat messages: a text is one of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def pick_column(present: Sequence[str], named: str | None, known: Sequence[str], flag: str) -> str:
@@ -168,13 +266,37 @@ def is_prompt(value: Any) -> bool:
     return True
 
 
+# A gold answer that is a sentence with a number: the answer is 16; Answer: 16; x is 16.
+SENTENCE = re.compile(
+    r"^\W*[A-Za-z]{2,}(?::|\s+[A-Za-z]{2,}\b).*[0-9]"  # it begins with words
+    r"|(?<!\\)\b(?:is|are|was|were|equals)\b.*[0-9]",  # or has a verb
+    re.DOTALL,
+)
+# Prose in a solution that marks no answer: two words, or a second line. Words in \text{...} may be
+# a part of an answer.
+PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}[,.:]?\s+[A-Za-z]+(?![A-Za-z}])|\n|:")
+
+
 def gold_answer(gold: Any, is_solution: bool) -> str | None:
-    """Returns the final answer in a cell. If it marks none, the whole cell is it, or none is."""
-    text = "" if gold is None else str(gold)
+    """Returns the final answer in a cell. If it marks none, the whole cell is it.
+
+    Returns None for a missing answer, and for a solution in prose that marks none.
+    """
+    text = as_written(gold)
     marked = final_answer(text)
-    if marked is None and not is_solution:
-        return text.strip()
-    return marked
+    if marked is not None:
+        return marked
+    text = text.strip()
+    if is_solution and (SENTENCE.search(text) or PROSE.search(text)):
+        return None
+    return text
+
+
+def as_written(cell: Any) -> str:
+    """Returns a cell as text: "" if it is missing or NaN, and 0.00001, never 1e-05."""
+    if isinstance(cell, float | Decimal):
+        return format(Decimal(str(cell)), "f") if math.isfinite(cell) else ""
+    return "" if cell is None else str(cell)
 
 
 def final_answer(text: str) -> str | None:
@@ -226,11 +348,17 @@ def load_problems(args: Args) -> tuple[list[Problem], list[Problem]]:
     random.Random(0).shuffle(held_out)
     held_out = held_out[:count]
 
-    held_out_prompts = {str(problem.prompt) for problem in held_out}
-    train = [problem for problem in train if str(problem.prompt) not in held_out_prompts]
+    held_out_prompts = {same_prompt(problem) for problem in held_out}
+    train = [problem for problem in train if same_prompt(problem) not in held_out_prompts]
     if not train:
         raise DataError(f"{name} has no problem left to train on beside those held out: add rows")
     return train, held_out
+
+
+def same_prompt(problem: Problem) -> str:
+    """Returns a text that is the same for the same prompt as text and as a chat."""
+    messages = as_messages(problem.prompt)
+    return str([(message["role"], message["content"]) for message in messages])
 
 
 def chain_length(args: Args) -> int | None:
@@ -326,7 +454,7 @@ def encode_prompt(
     Where a tokenizer has no template, they are those of the text as it is. Nothing is appended to
     it, because it may end in "Answer:" or in a newline.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = as_messages(prompt)
     if system_prompt:
         messages.insert(0, {"role": "system", "content": system_prompt})
     if not tokenizer.chat_template:
@@ -391,28 +519,49 @@ def reward_batch(run: Run, batch: Batch, metrics: dict[str, float]) -> Tensor:
 
     A function's NaN (None, by TRL's convention: it does not judge this completion) counts neither
     in the sum, which is NaN if no function judges, nor in its mean. The means have TRL's names and
-    are over all processes.
+    are over all processes. So are those of the numbers that a function logs.
     """
     ids, texts = completions_of(run, batch)
     prompts = [problem.prompt for problem in batch.problems]
     columns = shared_columns(batch.problems)
     sums = [math.nan] * len(texts)
     for name, (function, weight) in run.reward_funcs.items():
+        logged: dict[str, list[float]] = {}
         if function is None:
             values = correctness(run.grader, texts, batch.problems)
         else:
-            values = call_reward_func(name, function, prompts, texts, ids, columns)
+            values = call_reward_func(name, function, prompts, texts, ids, columns, logged)
         for row, value in enumerate(values):
             if not math.isnan(value):
                 others = 0.0 if math.isnan(sums[row]) else sums[row]
                 sums[row] = weight * value + others
 
-        judged = [value for value in values if not math.isnan(value)]
-        local = batch.sampled_logp.new_tensor([sum(judged), len(judged)])
-        total, count = run.accelerator.reduce(local, "sum")
-        if count > 0:
-            metrics[f"rewards/{name}/mean"] = (total / count).item()
+        logged["mean"] = [value for value in values if not math.isnan(value)]
+        figures = ["mean"]
+        if function is not None and takes_argument(function, "log_metric"):
+            figures = names_on_all_processes(logged)
+        for figure in figures:
+            numbers = logged.get(figure, [])
+            local = batch.sampled_logp.new_tensor([sum(numbers), len(numbers)])
+            total, count = run.accelerator.reduce(local, "sum")
+            if count > 0:
+                metrics[f"rewards/{name}/{figure}"] = (total / count).item()
+
+    for row, reward in enumerate(sums):
+        if abs(reward) > LARGEST_REWARD:  # false for NaN
+            advice = "return smaller numbers, or lower --reward_weights"
+            raise RewardError(
+                f"the rewards of completions[{row}] add up to {reward:g}, too large for float32: "
+                f"{advice}"
+            )
     return batch.sampled_logp.new_tensor(sums)
+
+
+def names_on_all_processes(logged: dict[str, list[float]]) -> list[str]:
+    """Returns the names that any process has logged under, in the same order everywhere."""
+    from accelerate.utils import gather_object  # not at the top: it imports torch
+
+    return sorted(set(gather_object(list(logged))))
 
 
 def shared_columns(problems: Sequence[Problem]) -> dict[str, list]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.data import Problem, completions_of
+from common.printable import printable
 from common.reward import ACCURACY, last_boxed
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def introduction(
     )
     if config["dtype"] == "bfloat16" and is_slow_in_bfloat16():
         sentence += ". This CPU has no fast bfloat16: --dtype float32 will do better"
-    return sentence
+    return printable(sentence)
 
 
 def is_slow_in_bfloat16() -> bool:

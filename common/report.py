@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from common.credit_page import write_credit_page
 from common.curves import write_curves
+from common.printable import printable
 from common.run_log import RunLog, finite_or_nan, plain
 
 CARD_TEMPLATE = Path(__file__).with_name("adapter_card.md")
@@ -65,7 +66,7 @@ def going_on(path: Path, failed: set[Path]) -> Iterator[None]:
             raise
         failed.add(path)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        tqdm.write(f"{path} is not written, the run goes on: {reason}", sys.stderr)
+        tqdm.write(printable(f"{path} is not written, the run goes on: {reason}"), sys.stderr)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     evals = [row["eval"] for row in rows if row.get("eval")]
     updates = [row for row in rows if "reward" in row]
     phases = []
-    rollout_tokens = 0
+    rollout_tokens = 0.0
     for row in updates:
         seconds = [finite_or_nan(x) for name, x in row.items() if name.startswith("seconds_")]
         phases += [x for x in seconds if x >= 0]  # NaN, of what is no number, is left out
@@ -85,7 +86,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "before": evals[0],
         "after": evals[-1],
         "steps": updates[-1]["step"] if updates else 0,
-        "rollout_tokens": rollout_tokens,
+        "rollout_tokens": int(rollout_tokens),
         "seconds": round(time.time() - psutil.Process().create_time(), 1),  # of the process
         "seconds_per_step": sum(phases) / max(1, len(updates)),  # of training alone
     }

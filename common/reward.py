@@ -2,13 +2,19 @@ r"""Rewards: is a completion's last \boxed{...} equal to the gold answer? And cu
 
 `Grader` answers the question. It settles equal strings and plain integers itself (answers.py), and
 has other pairs compared by math-verify in worker processes (grading_worker.py says why those are
-processes). `load_reward_funcs` and `call_reward_func` are for functions of the user's own.
+processes). `load_reward_funcs` and `call_reward_func` are for functions of the user's own, and
+`is_right` and `verdicts` are for use in them.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import copy
+import functools
 import importlib.util
+import inspect
+import itertools
 import json
 import math
 import os
@@ -17,17 +23,20 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, Any, cast
 
 from common.answers import boxed_span, last_boxed, quick_verdict, tidy
+from common.printable import printable
 
 __all__ = [
-    "Grader", "RewardError", "boxed_span", "call_reward_func", "last_boxed", "load_reward_funcs",
+    "Grader", "RewardError", "boxed_span", "call_reward_func", "is_right", "last_boxed",
+    "load_reward_funcs", "verdicts",
 ]  # fmt: skip
 
 WORKER_PROGRAM = Path(__file__).resolve().with_name("grading_worker.py")
@@ -42,6 +51,9 @@ RewardFunction = Callable[..., Any]  # by TRL's convention; see `call_reward_fun
 
 class RewardError(Exception):
     """A reward that cannot be computed; the message says what to change in one sentence."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 # ---- Grading -------------------------------------------------------------------------------------
@@ -224,7 +236,7 @@ class Grader:
         self._has_told = True
         what = "it is replaced, its answer tried again, and the run goes on (said once)."
         sentence = f"reward: a grading worker was {worker.cause_of_death()}; {what}"
-        print(sentence, file=sys.stderr, flush=True)
+        print(printable(sentence), file=sys.stderr, flush=True)
 
     def _start(self) -> Worker:
         """Returns a new worker that is ready."""
@@ -251,6 +263,34 @@ class Grader:
     def _kill(self, worker: Worker) -> None:
         self._workers.remove(worker)
         worker.kill()
+
+
+# ---- The verdict, for use in reward functions ----------------------------------------------------
+SHARED_GRADER_LOCK = threading.Lock()  # a Grader is not thread-safe, and reward functions may be
+
+
+@functools.cache
+def shared_grader() -> Grader:
+    """Returns the Grader of `verdicts`. Its workers end with this process."""
+    grader = Grader()
+    atexit.register(grader.close)
+    return grader
+
+
+def verdicts(completions: Sequence[str | list], golds: Sequence[str]) -> list[bool]:
+    """Returns for each completion whether its final answer is right, as accuracy_reward judges it.
+
+    A completion is a text or, of a chat, a list of messages. For a problem whose data set names
+    steps, accuracy_reward asks for right steps as well.
+    """
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    with SHARED_GRADER_LOCK:
+        return [verdict == 1.0 for verdict in shared_grader().grade(texts, golds)]
+
+
+def is_right(completion: str | list, gold: str) -> bool:
+    """Returns whether a completion's final answer is right, as accuracy_reward judges it."""
+    return verdicts([completion], [gold])[0]
 
 
 # ---- Reward functions ----------------------------------------------------------------------------
@@ -283,12 +323,15 @@ def import_function(path: str) -> RewardFunction:
     module_name, _, name = path.rpartition(".")
     try:
         check_that_nothing_hides(module_name.partition(".")[0])
-        function = getattr(importlib.import_module(module_name), name)
+        with restored_state():
+            function = getattr(importlib.import_module(module_name), name)
         if not callable(function):
             raise TypeError(f"{name} is not a function")
-    except (Exception, SystemExit) as error:  # a module may do anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may do anything
         need = "write accuracy_reward or module.function, of a module that can be imported"
-        raise RewardError(f"--reward_funcs {path}: {need} ({error!r:.200})") from error
+        raise RewardError(f"--reward_funcs {path}: {need} ({short(error, 200)})") from error
     return function
 
 
@@ -309,53 +352,192 @@ def call_reward_func(
     completions: list[str],
     completion_ids: list[list[int]],
     columns: dict[str, list],
+    logged: dict[str, list[float]],
 ) -> list[float]:
     """Returns a reward function's number for each completion, NaN where it returns None.
 
     The function is called by TRL's convention: with the columns of the data set, and with a list of
-    one message for the completion of a chat.
+    one message for the completion of a chat. The numbers that it logs are appended to `logged`, by
+    name. It gets copies, and what it leaves changed of this process is restored.
     """
     replies: list[Any] = []
     for prompt, completion in zip(prompts, completions, strict=True):
         is_text = isinstance(prompt, str)
         replies.append(completion if is_text else [{"role": "assistant", "content": completion}])
     inputs = {"prompts": prompts, "completions": replies, "completion_ids": completion_ids}
-
-    import torch  # not at the top: what only grades does without
+    inputs = columns | inputs
 
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # the function may leave it off
-            values = list(function(**(columns | inputs)))
-        numbers = [to_number(value) for value in values]
-    except (Exception, SystemExit) as error:
-        what = f"{error!r:.200}{users_line(error)}"
+        values = call_on_copies(function, inputs, logged)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit as well
+        place = users_line(error, function)
+        row = failing_row(function, inputs)
+        what = f"{short(error, 200)}{place}{users_row(prompts, row)}"
         raise RewardError(f"correct the reward function {name}: {what}") from error
 
-    wrong = None
-    if len(values) != len(replies):
-        wrong = f"{len(values)} values for {len(replies)} completions"
-    for value, number in zip(values, numbers, strict=True):
-        if value is not None and not math.isfinite(number):
-            wrong = f"{value!r:.80}"
-            break
-    if wrong is not None:
-        raise RewardError(
-            f"reward function {name} must return a number per completion, not {wrong}"
-        )
+    wrong = ""
+    numbers = []
+    if not isinstance(values, list):
+        wrong = short(values, 80)
+    elif len(values) > len(prompts):
+        wrong = f"more than {len(prompts)} for {len(prompts)} completions"
+    elif len(values) < len(prompts):
+        wrong = f"{len(values)} for {len(prompts)} completions"
+    else:
+        numbers = [to_number(value) for value in values]
+        for row, (value, number) in enumerate(zip(values, numbers, strict=True)):
+            if value is not None and not math.isfinite(number):
+                wrong = f"{short(value, 80)}{users_row(prompts, row)}"
+                break
+    if wrong:
+        rule = "must return a list with a number (or None) for each completion"
+        raise RewardError(f"reward function {name} {rule}, not {wrong}")
     return numbers
 
 
+def call_on_copies(
+    function: RewardFunction, inputs: dict[str, list], logged: dict[str, list[float]]
+) -> Any:
+    """Calls a reward function. Returns its values as a list, if they are values in some order.
+
+    The list is at most one longer than it should be: what a function returns may be endless.
+    """
+    arguments: dict[str, Any] = {}
+    for name, cells in inputs.items():
+        # Copied one by one: the rows of a group share their cells, and their copies must not.
+        arguments[name] = [copy.deepcopy(cell) for cell in cells]
+    if takes_argument(function, "log_metric"):
+        arguments["log_metric"] = functools.partial(log_metric, logged)
+    with restored_state():
+        values = function(**arguments)
+        if isinstance(values, str | bytes | Mapping | Set) or not can_be_iterated(values):
+            return values
+        return list(itertools.islice(values, len(inputs["prompts"]) + 1))
+
+
+def takes_argument(function: RewardFunction, name: str) -> bool:
+    """Returns whether a function can be called with a keyword argument of this name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions that are not written in Python have none
+        return False
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return takes_any or name in parameters
+
+
+def can_be_iterated(value: Any) -> bool:
+    """Returns whether a value is a sequence of values, a generator or the like."""
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return True
+
+
+def log_metric(logged: dict[str, list[float]], name: str, value: float) -> None:
+    """Appends a number to those that a reward function logs under a name."""
+    number = to_number(value)
+    if not isinstance(name, str) or not math.isfinite(number):
+        raise ValueError(f"log_metric needs a name and a finite number, not {name!r}, {value!r}")
+    if name == "mean":
+        raise ValueError("log_metric: the mean of the rewards has the name 'mean', use another")
+    logged.setdefault(name, []).append(number)
+
+
+@contextlib.contextmanager
+def restored_state() -> Iterator[None]:
+    """Restores on exit what a user's code may have changed: the directory, and torch's modes."""
+    import torch  # not at the top: what only grades does without
+
+    directory = os.getcwd()
+    dtype = torch.get_default_dtype()
+    is_grad_enabled = torch.is_grad_enabled()
+    devices = ("cpu", "cuda")
+    autocast_dtypes = {device: torch.get_autocast_dtype(device) for device in devices}
+    autocasts = {device: torch.is_autocast_enabled(device) for device in devices}
+    autocast_depth = torch.autocast_increment_nesting()
+    try:
+        with (
+            torch.inference_mode(torch.is_inference_mode_enabled()),
+            torch.set_grad_enabled(is_grad_enabled),  # inference mode has changed it
+        ):
+            yield
+    finally:
+        os.chdir(directory)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(is_grad_enabled)
+        for device in devices:
+            torch.set_autocast_dtype(device, autocast_dtypes[device])
+            torch.set_autocast_enabled(device, autocasts[device])
+        # An autocast that is never left would keep its casts of weights for good.
+        while torch.autocast_decrement_nesting() >= autocast_depth:
+            pass
+        torch.clear_autocast_cache()
+
+
 def to_number(value: Any) -> float:
-    """Returns a value as a number, NaN for None and for text, although float() reads text."""
-    if isinstance(value, str | bytes | None):
+    """Returns a value as a number, and NaN for None and for all that is no number."""
+    if isinstance(value, str | bytes | None):  # float() reads text
         return math.nan
-    return float(value)
+    try:
+        return float(value)
+    except Exception:  # a value may be of any class
+        return math.nan
 
 
-def users_line(error: BaseException) -> str:
-    """Returns " at file:line" of the last call in the user's own code, "" if there is none."""
+def short(value: Any, max_chars: int) -> str:
+    """Returns how Python writes a value, on one line and cut off after some characters."""
+    if isinstance(value, Mapping | Set):
+        return f"a {type(value).__name__}"
+    try:
+        text = repr(value)
+    except Exception:  # a value may be of any class
+        text = type(value).__name__
+    return " ".join(text.split())[:max_chars]
+
+
+def users_line(error: BaseException, function: RewardFunction) -> str:
+    """Returns " in line ... of FILE": of the last call in the user's own code, or of the function.
+
+    Returns "" if neither is known.
+    """
     library = rf"^<|/lib(64)?/python3|^{re.escape(__file__)}$"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not re.search(library, frame.filename):
-            return f" at {frame.filename}:{frame.lineno}"
-    return ""
+            return f" in line {frame.lineno} of {frame.filename}"
+    code = getattr(function, "__code__", None)  # it was not called, or the error is a library's
+    if code is None:
+        return ""
+    return f" in the function at line {code.co_firstlineno} of {code.co_filename}"
+
+
+def failing_row(function: RewardFunction, inputs: dict[str, list]) -> int | None:
+    """Returns the first row that fails where a reward function is called with it alone.
+
+    Returns None if all rows fail, or none: then no row is to blame.
+    """
+    first = None
+    some_row_works = False
+    for row in range(len(inputs["prompts"])):
+        one = {name: cells[row : row + 1] for name, cells in inputs.items()}
+        try:
+            call_on_copies(function, one, {})
+            some_row_works = True
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            first = row if first is None else first
+        if some_row_works and first is not None:
+            return first
+    return None
+
+
+def users_row(prompts: list, row: int | None) -> str:
+    """Returns " for completions[...] (prompt ...)", which names a row of the batch, or ""."""
+    if row is None:
+        return ""
+    prompt = prompts[row]
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return f" for completions[{row}] (prompt {short(text, 80)})"

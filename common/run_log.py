@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from common.data import completions_of, printable
+from common.data import completions_of
+from common.printable import printable
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

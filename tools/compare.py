@@ -1,8 +1,8 @@
 """Draws runs side by side: reward in training, and held-out accuracy at the end.
 
-    python tools/compare.py runs/*                     # your runs, into ./compare.png
+    python tools/compare.py runs/*                   # your runs, into ./compare.png
     python tools/compare.py runs/* --output a.pdf
-    python tools/compare.py                            # results/data/default_runs/*.json
+    python tools/compare.py              # results/data/default_runs/*.json, of learning_curves.py
 
 Runs that differ in the seed alone (or in where they write and on what they run) are one group.
 Left, the mean reward of a group's runs, smoothed, and the range of single runs. Right, held-out
@@ -14,7 +14,7 @@ import json
 import sys
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import matplotlib
 
@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 FOLDER = Path(__file__).resolve().parents[1] / "results/data/default_runs"
-MEASURED = {  # results/data/<file>.json -> its label, in this order
+MEASURED = {  # <file>.json in FOLDER -> its label, in this order
     "grpo_arca-uniform": "uniform (GRPO)",
     "grpo_arca-default": "arca",
     "grpo_arca-shuffled": "shuffled (arca's weights, permuted)",
@@ -32,24 +32,50 @@ MEASURED = {  # results/data/<file>.json -> its label, in this order
     "grpo_strace-p_trace": "p_trace",
     "grpo_arca-uniform-negative_weight-0": "uniform, right completions alone",
 }
-# Okabe and Ito's, which the colour-blind tell apart; beyond these, other dashes
-COLOURS = ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+# Okabe and Ito's, which color-blind people can tell apart. Beyond these, other dashes.
+COLORS = ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 DASHES = ("-", "--", ":", "-.")
 # Flags that say where a run writes, with which seed or on what it runs, and not what it does
-SAME_ANYWAY = """seed output_dir run_name resume_from_checkpoint report_to save_steps
-save_total_limit eval_steps per_device_eval_batch_size gradient_checkpointing torch_compile
-rollout_weights num_processes environment""".split()
-# These do, by their product with the processes and by their quotient.
-BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+SAME_ANYWAY = {
+    "seed",
+    "output_dir",
+    "run_name",
+    "resume_from_checkpoint",
+    "report_to",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+    "per_device_eval_batch_size",
+    "gradient_checkpointing",
+    "torch_compile",
+    "rollout_weights",
+    "num_processes",
+    "environment",
+}
 
 
 class Run(NamedTuple):
+    """What a run came to."""
+
     rewards: list[float]  # of every step
     accuracy: float  # held out, sampled, after the last step
 
 
-def read_run(folder: Path) -> tuple[dict, Run]:
-    """Flags and results of an output folder. ValueError says what is missing."""
+def fail(message: str) -> NoReturn:
+    """Ends the program with a sentence about the user's mistake."""
+    print(f"compare.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def note(path: Path, error: Exception) -> None:
+    """Says why a path is left out."""
+    reason = f"no {error} in its files" if isinstance(error, KeyError) else str(error)
+    print(f"compare.py: {path} is left out: {' '.join(reason.split())[:200]}", file=sys.stderr)
+
+
+# ---- Reading runs --------------------------------------------------------------------------------
+def read_run(folder: Path) -> tuple[dict[str, Any], Run]:
+    """Returns flags and results of an output folder. ValueError says what is missing."""
     for name in ("config.json", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise ValueError(f"it has no {name}")
@@ -57,56 +83,57 @@ def read_run(folder: Path) -> tuple[dict, Run]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     rewards = [row["reward"] for row in rows if row.get("reward") is not None]
-    evaluations = {row["step"]: row["eval"]["sampled_accuracy"] for row in rows if row.get("eval")}
-    if config["max_steps"] not in evaluations:
+    accuracies = {row["step"]: row["eval"]["sampled_accuracy"] for row in rows if row.get("eval")}
+    if config["max_steps"] not in accuracies:
         raise ValueError(f"it has not come to the end of step {config['max_steps']}")
     if not rewards:
         raise ValueError("it has no step")
+
     environment = config.get("environment", {})
     command = environment.get("command") or [folder.name.split("-")[0]]
     config["script"] = Path(command[0]).stem
+    # Of these flags only the product with the processes and the quotient say what a run does.
     processes = environment.get("hardware", {}).get("processes", 1)
-    size, accumulated, generated = (config.pop(name, 1) for name in BATCH)
-    config["completions_per_update"] = size * accumulated * processes
+    micro_batch = config.pop("per_device_train_batch_size", 1)
+    accumulated = config.pop("gradient_accumulation_steps", 1)
+    generated = config.pop("steps_per_generation", 1)
+    config["completions_per_update"] = micro_batch * accumulated * processes
     config["updates_per_rollout"] = generated / accumulated
-    return config, Run(rewards, evaluations[config["max_steps"]])
+    return config, Run(rewards, accuracies[config["max_steps"]])
 
 
-def fail(message: str) -> None:
-    print(f"compare.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
+def differs(config: dict[str, Any], other: dict[str, Any], name: str) -> bool:
+    """Whether two runs differ in a flag.
+
+    A flag that only one of two scripts has, such as a method's own, tells nothing.
+    """
+    is_same_script = other["script"] == config["script"]
+    absent = None if is_same_script else config[name]
+    return other.get(name, absent) != config[name]
 
 
-def note(path: Path, error: Exception) -> None:
-    reason = f"no {error} in its files" if isinstance(error, KeyError) else str(error)
-    print(f"compare.py: {path} is left out: {' '.join(reason.split())[:200]}", file=sys.stderr)
-
-
-def label(config: dict, others: list[dict]) -> str:
-    """What tells a group from the others: script, credit and the flags in which any two differ."""
+def label(config: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    """Returns what tells a group from the others: script, credit and the flags that differ."""
     parts = [str(config["credit"])]
     if any(other["script"] != config["script"] for other in others):
         parts.insert(0, config["script"])
-    for name in sorted(config.keys() - {"credit", "script"}):
-        for other in others:
-            # A flag that another script has not, such as a method's own, does not differ from it.
-            absent = None if other["script"] == config["script"] else config[name]
-            if other.get(name, absent) != config[name]:
-                parts.append(f"{name}={config[name]}")
-                break
+    names = sorted(config.keys() - {"credit", "script"})
+    telling = [name for name in names if any(differs(config, other, name) for other in others)]
+    parts += [f"{name}={config[name]}" for name in telling]
     return " ".join(parts)
 
 
 def groups_of(folders: list[Path]) -> dict[str, list[Run]]:
-    """Label: the runs of a group."""
-    configs, runs = {}, {}
+    """Returns the runs of each group by its label."""
+    configs: dict[str, dict[str, Any]] = {}
+    runs: dict[str, list[Run]] = {}
     for folder in folders:
         try:
             config, run = read_run(folder)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             note(folder, error)
             continue
-        config = {name: x for name, x in config.items() if name not in SAME_ANYWAY}
+        config = {name: value for name, value in config.items() if name not in SAME_ANYWAY}
         key = json.dumps(config, sort_keys=True)
         configs[key] = config
         runs.setdefault(key, []).append(run)
@@ -117,54 +144,70 @@ def groups_of(folders: list[Path]) -> dict[str, list[Run]]:
 
 
 def measured() -> dict[str, list[Run]]:
-    """The groups of results/data/default_runs/*.json."""
+    """Returns the groups of the .json files in FOLDER."""
     found = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+    known = [stem for stem in MEASURED if stem in found]
+    others = [stem for stem in found if stem not in MEASURED]
     groups = {}
-    for stem in sorted(found, key=lambda stem: [*MEASURED, stem].index(stem)):
+    for stem in known + others:
         try:
             runs = json.loads(found[stem].read_text(encoding="utf-8"))["runs"]
-            runs = [Run(run["rewards"], run["after"]["sampled_accuracy"]) for run in runs]
-            groups[MEASURED.get(stem, stem)] = runs
+            pairs = [Run(run["rewards"], run["after"]["sampled_accuracy"]) for run in runs]
+            groups[MEASURED.get(stem, stem)] = pairs
         except (ValueError, KeyError, TypeError, OSError) as error:
             note(found[stem], error)
     return groups
 
 
+# ---- Drawing -------------------------------------------------------------------------------------
 def smooth(rewards: list[float]) -> np.ndarray:
-    """Mean over windows of about a tenth of the steps, an odd number of them."""
+    """Returns means over windows of about a tenth of the steps, an odd number of them."""
     window = len(rewards) // 20 * 2 + 1
     return np.convolve(rewards, np.ones(window) / window, "valid")
 
 
-def draw_rewards(axes: plt.Axes, runs: list[Run], **line: str) -> None:
+def draw_rewards(axes: Any, runs: list[Run], name: str, color: str, dashes: str) -> None:
+    """Draws the mean reward of a group's runs, and the range of single ones."""
     steps = min(len(run.rewards) for run in runs)
     curves = [smooth(run.rewards[:steps]) for run in runs]
     middle = np.arange(len(curves[0])) + 1 + (steps - len(curves[0])) / 2  # of each window
-    axes.fill_between(
-        middle, np.min(curves, 0), np.max(curves, 0), color=line["color"], alpha=0.12, linewidth=0
-    )
+    lowest = np.min(curves, 0)
+    highest = np.max(curves, 0)
+    axes.fill_between(middle, lowest, highest, color=color, alpha=0.12, linewidth=0)
     marker = "o" if len(middle) == 1 else None
-    axes.plot(middle, np.mean(curves, 0), marker=marker, **line)
+    mean = np.mean(curves, 0)
+    axes.plot(middle, mean, marker=marker, color=color, linestyle=dashes, label=name)
+
+
+def draw_accuracies(axes: Any, place: int, runs: list[Run], name: str, color: str) -> None:
+    """Draws a dot for each run of a group and a bar at their mean, below the group's name."""
+    accuracies = [run.accuracy for run in runs]
+    axes.plot(accuracies, [place] * len(runs), "o", color=color, alpha=0.6)
+    mean = np.mean(accuracies)
+    axes.plot([mean, mean], [place - 0.2, place + 0.2], color=color, linewidth=3)
+    axes.text(
+        0.01,
+        place - 0.25,
+        textwrap.shorten(name, 50, placeholder=" ..."),
+        va="bottom",
+        transform=axes.get_yaxis_transform(),  # x from 0 to 1 across the panel
+        fontsize=9,
+        parse_math=False,
+    )
 
 
 def draw(groups: dict[str, list[Run]], output: str) -> None:
-    """Names, which may be long, stand in full below the panels, and begin at the dots."""
+    """Draws both panels. Names, which may be long, stand in full below them."""
     numbered = [f"{place}  {name}" for place, name in enumerate(groups, 1)]
     names = [textwrap.fill(name, 140, max_lines=6) for name in numbered]
     height = max(4.2, 1.2 + 0.55 * len(names)) + 0.2 * len("\n".join(names).split("\n"))
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, height), width_ratios=(3, 2))
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
     for place, runs in enumerate(groups.values()):
-        colour, dashes = COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
-        draw_rewards(left, runs, color=colour, linestyle=dashes, label=names[place])
-        accuracies = [run.accuracy for run in runs]
-        right.plot(accuracies, [place] * len(runs), "o", color=colour, alpha=0.6)
-        mean = [np.mean(accuracies)] * 2
-        right.plot(mean, [place - 0.2, place + 0.2], color=colour, linewidth=3)
-        name = textwrap.shorten(numbered[place], 50, placeholder=" ...")
-        side = right.get_yaxis_transform()  # x from 0 to 1 across the panel
-        where = {"x": 0.01, "y": place - 0.25, "va": "bottom", "transform": side}
-        right.text(s=name, fontsize=9, parse_math=False, **where)
+        color = COLORS[place % len(COLORS)]
+        dashes = DASHES[place // len(COLORS) % len(DASHES)]
+        draw_rewards(left, runs, names[place], color, dashes)
+        draw_accuracies(right, place, runs, numbered[place], color)
     for axes, title in ((left, "Reward in training"), (right, "Held-out accuracy at the end")):
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
         axes.grid(alpha=0.3)
@@ -187,20 +230,20 @@ def main() -> None:
     )
     parser.add_argument("folders", nargs="*", type=Path, help="output folders of runs")
     parser.add_argument("--output", help="the picture (.png, .pdf, .svg); default ./compare.png")
-    args = parser.parse_args()
-    if args.output is None and Path.cwd() == FOLDER:
+    options = parser.parse_args()
+    if options.output is None and Path.cwd() == FOLDER:
         fail("this would replace the picture in results/data/: say where with --output")
-    groups = groups_of(args.folders) if args.folders else measured()
+    groups = groups_of(options.folders) if options.folders else measured()
     if not groups:
         fail("no finished run to draw")
-    output = args.output or "compare.png"
+    output = options.output or "compare.png"
     try:
         draw(groups, output)
     except (OSError, ValueError) as error:  # of a folder that is not there, or an unknown format
         fail(f"cannot write {output}: {error}")
     print(output)
     for place, name in enumerate(groups, 1):
-        print(place, "", *name.split())
+        print(f"{place}  {' '.join(name.split())}")
 
 
 if __name__ == "__main__":

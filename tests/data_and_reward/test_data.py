@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import random
 import re
 import time
@@ -22,8 +23,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import grpo_arca as trainer
 from common import data, problems
 from common.data import DataError
+from common.printable import printable
 from common.problems import Chain, Operation, Problem
-from common.reward import Grader, RewardError
+from common.reward import Grader, RewardError, call_reward_func
 
 SHARED = ROOT.parent / "shared/data"
 ROLES = {"", "decisive", "first_wrong"}
@@ -274,7 +276,8 @@ def demonstrations():
         rng = random.Random(11)
         chains = [data.random_chain(rng, held_out=False) for _ in range(2500)]
         problems = [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
-        return [(p, make.demonstrate(rng, c, slips)) for p, c in zip(problems, chains, strict=True)]
+        texts = [make.demonstrate(rng, chain, make.TINY, slips) for chain in chains]
+        return list(zip(problems, texts, strict=True))
 
     return {slips: pairs(slips) for slips in (False, True)}
 
@@ -306,17 +309,17 @@ def test_slips_are_as_frequent_as_stated():
         value = rng.randint(1, 80)
         right = operation.apply(value)
         forgotten = make.without_carry(operation, value)
-        made = make.slip(rng, operation, value, slips=True)
-        assert make.slip(rng, operation, value, slips=False) == right
+        made = make.slip(rng, operation, value, make.TINY, slips=True)
+        assert make.slip(rng, operation, value, make.TINY, slips=False) == right
         if forgotten != right:
             assert value % 10 + operation.operand % 10 >= 10 and forgotten == right - 10
             carries.append(made == forgotten)
         else:
             others.append(made != right)
     # A step with a carry can also come to right - 10 by the other kind of slip, a sixth of them.
-    expected = make.DROPPED_CARRY + (1 - make.DROPPED_CARRY) * make.OTHER_SLIP / 6
+    expected = make.TINY.dropped_carry + (1 - make.TINY.dropped_carry) * make.TINY.other_slip / 6
     assert abs(sum(carries) / len(carries) - expected) < 0.02
-    assert abs(sum(others) / len(others) - make.OTHER_SLIP) < 0.01
+    assert abs(sum(others) / len(others) - make.TINY.other_slip) < 0.01
 
 
 @pytest.mark.parametrize(
@@ -500,7 +503,7 @@ def test_final_answer(gold, expected):
 
 
 def test_rows_without_an_answer_are_left_out():
-    golds = ["\\boxed{1}", "no box", "", None, "\\boxed{}", "#### ", "\\boxed{2}"]
+    golds = ["\\boxed{1}", "no box 5", "", None, "\\boxed{}", "#### ", "\\boxed{2}"]
     rows = [{"problem": f"p{i}", "solution": gold} for i, gold in enumerate(golds)]
     rows += [{"problem": None, "solution": "\\boxed{3}"}, {"problem": "", "solution": "\\boxed{4}"}]
     found = data.parse_rows(rows, "x", None, None)
@@ -514,7 +517,7 @@ def test_rows_without_an_answer_are_left_out():
 
 
 def test_how_many_rows_are_left_out(capfd, monkeypatch):
-    rows = [{"question": "a", "solution": gold} for gold in ("\\boxed{1}", "5", None)]
+    rows = [{"question": "a", "solution": gold} for gold in ("\\boxed{1}", "So it is 5", None)]
     data.parse_rows(rows[:1], "x", None, None)
     assert capfd.readouterr().err == ""
     data.parse_rows(rows, "x", None, None)
@@ -525,6 +528,160 @@ def test_how_many_rows_are_left_out(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "1")  # one process says it
     data.parse_rows(rows, "x", None, None)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_solution_that_is_a_plain_answer():
+    plain_answers = ["5", " -1,234 ", "\\frac{1}{2}", "16 apples", "x + 1", "$12.50", "Paris"]
+    plain_answers += ["\\text{no solution}", "2 \\text{ or } 3", "\\sin x", "(1, 2)", 7, 0.5]
+    prose = ["no box", "So it is 5", "the answer is 5", "He adds 4.\nThen 5", "Answer: 5"]
+    prose += ["First, add them", "x is 5"]
+    rows = [{"problem": f"p{i}", "solution": s} for i, s in enumerate(plain_answers + prose)]
+    found = data.parse_rows(rows, "x", None, None)
+    assert [p.answer for p in found] == [str(answer).strip() for answer in plain_answers]
+
+
+def test_an_answer_that_no_box_will_equal_is_said_with_its_row(capfd, monkeypatch):
+    fine = ["16", "\\text{Monday}", "13 hours 30 minutes", "BC = 5", "not enough information"]
+    fine += ["\\cos 30", "room 16", "so 3 \\boxed{16}", "The total is 4\n#### 16", "\\isqrt{4}"]
+    sentences = ["the answer is 16", "Answer: 16", "He has 16 apples", "x is 16"]
+    for answers in (fine, [*fine, *sentences]):
+        rows = [{"problem": f"p{i}", "answer": answer} for i, answer in enumerate(answers)]
+        assert len(data.parse_rows(rows, "x", None, None)) == len(answers)
+        said = capfd.readouterr().err
+        if answers is fine:
+            assert said == ""
+    assert said.startswith("row 11 of x has the answer 'the answer is 16' (and 3 more rows), a ")
+    assert said.endswith("give the value alone, or mark it with #### or \\boxed{}\n")
+    for sentence in sentences:
+        data.parse_rows([{"problem": "p", "answer": sentence}], "x", None, None)
+        assert f"row 1 of x has the answer {sentence!r}, a" in capfd.readouterr().err
+    monkeypatch.setenv("RANK", "1")  # one process says it
+    data.parse_rows(rows, "x", None, None)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv"])
+def test_a_file_that_changed_but_not_its_time_gives_the_new_rows(tmp_path, kind):
+    path = tmp_path / f"set.{kind}"
+    for answer in ("1", "2"):
+        write(path, [{"problem": f"p{i}", "answer": answer} for i in range(9)])
+        os.utime(path, (1e9, 1e9))
+        assert {p.answer for p in all_problems(str(path))} == {answer}
+
+
+def test_json_values_as_they_are_written(tmp_path):
+    path = tmp_path / "set.jsonl"
+    values = ["0.00001", "1e-7", "14.1", "7", "12.0", "1e22", "NaN", "Infinity", "null", '"007"']
+    values += ["123456789012345678901", '"2024-01-01"', "-2.50"]
+    lines = [f'{{"problem": "p{i}", "answer": {value}}}' for i, value in enumerate(values)]
+    path.write_text("\ufeff" + "\n\n".join(lines) + '\n{"problem": "no answer", "level": 1}')
+    found = data.parse_rows(data.read_split(str(path), None, ""), "x", None, None)
+    assert [p.answer for p in found] == [
+        "0.00001", "0.0000001", "14.1", "7", "12.0", "10000000000000000000000", "007",
+        "123456789012345678901", "2024-01-01", "-2.5",
+    ]  # fmt: skip
+    assert found[0].columns == {"answer": 0.00001, "level": None}
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ('{"problem": "a", "answer": 1}\n{"problem": "b"', "line 2"),
+        ('[{"problem": "a", "answer": 1}, 5]', "row 2 is not an object"),
+        ("5", "row 1 is not an object"),
+        ("[" * 100_000, "recursion"),
+        ("[]", "has no rows"),
+        ("\ufeff \n", "has no rows"),
+    ],
+)
+def test_a_json_file_that_is_no_table(tmp_path, text, says):
+    (tmp_path / "set.json").write_text(text)
+    with pytest.raises(DataError, match=says):
+        data.load_problems(flags(dataset_name=tmp_path / "set.json"))
+
+
+def test_small_floats_of_a_parquet_file(tmp_path, monkeypatch):
+    values = {"float32": [14.1, 0.1, None], "float64": [14.1, 1e-5, math.nan], "binary": [b"1"] * 3}
+    for dtype, cells in values.items():
+        features = datasets.Features(
+            {"problem": datasets.Value("string"), "answer": datasets.Value(dtype)}
+        )
+        columns = {"problem": ["a", "b", "c"], "answer": cells}
+        table = datasets.Dataset.from_dict(columns, features)
+        table.to_parquet(str(tmp_path / "set.parquet"))
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, split, table=table: table)
+        for name in (str(tmp_path / "set.parquet"), "on/hub"):
+            rows = data.read_split(name, None, "train")
+            if dtype == "binary":
+                with pytest.raises(DataError, match=r"row 1 of x: .* answer one answer"):
+                    data.parse_rows(rows, "x", None, None)
+            else:
+                found = data.parse_rows(rows, "x", None, None)
+                second = "0.1" if dtype == "float32" else "0.00001"
+                assert [p.answer for p in found] == ["14.1", second]
+
+
+def test_a_prompt_as_text_and_as_chat_is_never_in_both_sets(tmp_path):
+    chats = [[{"role": "user", "content": f"p{i}", "name": "x"}] for i in range(30)]
+    text = write(tmp_path / "text.jsonl", [{"prompt": f"p{i}", "answer": "1"} for i in range(40)])
+    chat = write(tmp_path / "chat.jsonl", [{"prompt": p, "answer": "1"} for p in chats])
+    train, held_out = data.load_problems(flags(dataset_name=text, eval_dataset_name=chat))
+    assert len(held_out) == 30
+    assert sorted(p.prompt for p in train) == [f"p{i}" for i in range(30, 40)]
+
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b2J\u202e\r\n\ud800"
+
+
+def test_no_message_has_escape_codes(tmp_path, capfd, tokenizer, monkeypatch):
+    """Of column names, cells, templates, and of what reward functions raise or return."""
+    cell = f"the answer is {ESCAPES} 16"
+    data.parse_rows(
+        [{"problem": "a", "answer": cell}, {"problem": "b", "answer": ""}], "x", None, None
+    )
+    said = [capfd.readouterr().err]
+    (tmp_path / "set.csv").write_text(f"problem,answer\n1,{ESCAPES[:-3]},2\n")
+    monkeypatch.setattr(tokenizer, "chat_template", f"{{{{ raise_exception({ESCAPES[:-1]!r}) }}}}")
+
+    def broken(**_):
+        raise ValueError(ESCAPES)
+
+    class Shown:
+        def __repr__(self):
+            return ESCAPES
+
+    def returns(**_):
+        return [Shown()]
+
+    for call in (
+        lambda: data.parse_rows([{ESCAPES: 1}], "x", None, None),
+        lambda: data.read_split(str(tmp_path / "set.csv"), None, "train"),
+        lambda: data.encode_prompt(tokenizer, "a"),
+        lambda: call_reward_func("mine", broken, ["a"], ["b"], [[1]], {}, {}),
+        lambda: call_reward_func("mine", returns, ["a"], ["b"], [[1]], {}, {}),
+    ):
+        with pytest.raises((DataError, RewardError)) as error:
+            call()
+        said.append(str(error.value) + "\n")
+    for text in said:
+        assert "\\x1b[2J" in text, text
+        assert all(line.isprintable() for line in text.removesuffix("\n").split("\n")), text
+
+
+def test_printable():
+    assert printable(ESCAPES[:-1]) == "\\x1b[2J\\x1b]0;title\\x07\\x9b2J\\u202e  "
+    assert printable("naïve ∑ 数学 🙂") == "naïve ∑ 数学 🙂" and printable("\ud800") == "\\ud800"
+    assert printable(ValueError("two\nlines")) == "two lines"
+
+
+def test_a_prompt_of_50_mb_is_refused_quickly():
+    prompt = "five words of a prompt " * 2_200_000
+    for long in (prompt, [{"role": "user", "content": prompt}]):
+        rows = [{"prompt": "a", "answer": "1"}, {"prompt": long, "answer": "2"}]
+        begin = time.monotonic()
+        with pytest.raises(DataError, match="row 2 of x has a prompt of 50,600,000 characters"):
+            data.parse_rows(rows, "x", None, None)
+        assert time.monotonic() - begin < 1
 
 
 def test_a_list_of_one_answer_is_that_answer():
@@ -708,7 +865,9 @@ def rewards(
 def test_rewards_by_name(grader):
     seen = []
 
-    def length(prompts, completions, completion_ids, **columns):
+    def length(prompts, completions, completion_ids, log_metric, **columns):
+        log_metric("tokens", 3.0)
+        log_metric("tokens", 4.0)
         seen.append((prompts, completions, columns))
         return [len(ids) for ids in completion_ids]
 
@@ -724,8 +883,10 @@ def test_rewards_by_name(grader):
     functions = {"length": length, "accuracy_reward": None, "level": level}
     got, metrics = rewards(grader, functions, texts, ids, problems)
     assert got == [1 * 3.0 + 2 * 1.0 + 3 * 1.0, 1 * 1.0 + 2 * 0.0 + 3 * 2.0]
-    means = {"length": 2.0, "accuracy_reward": 0.5, "level": 1.5}
-    assert metrics == {f"rewards/{name}/mean": mean for name, mean in means.items()}
+    assert metrics == {
+        "rewards/length/mean": 2.0, "rewards/length/tokens": 3.5,
+        "rewards/accuracy_reward/mean": 0.5, "rewards/level/mean": 1.5,
+    }  # fmt: skip
     # Not `rare`: one of them lacks it.
     columns = {"answer": ["4", "6"], "level": [1, 2], "gold": ["4", "6"]}
     assert seen == [(["2 + 2?", "3 + 3?"], texts, columns)]
@@ -778,6 +939,49 @@ def test_a_function_that_is_not_for_every_completion(grader, monkeypatch):
 
     got, metrics = rewards(grader, {"some": len}, [""] * 3, ids, problems, reduce)
     assert metrics == {"rewards/some/mean": pytest.approx(3.5 / 3)}
+
+
+def test_numbers_that_only_another_process_logs(grader, monkeypatch):
+    """They are averaged over all that were logged, in the same order on every process."""
+    reduced = []
+
+    def mine(log_metric, **_):
+        log_metric("b", 1.0)
+        return [0.0]
+
+    def reduce(value, how):  # the other process has logged a = 5 and b = 3, and a reward of 0
+        reduced.append(value.tolist())
+        return value + torch.tensor([[5.0, 1.0], [3.0, 1.0], [0.0, 1.0]][len(reduced) - 1])
+
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda names: [*names, "b", "mean", "a"])
+    problems = [Problem("2 + 2?", "4")]
+    _, metrics = rewards(grader, {"mine": mine}, ["x"], [[1]], problems, reduce)
+    assert reduced == [[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]
+    assert metrics == {"rewards/mine/a": 5.0, "rewards/mine/b": 2.0, "rewards/mine/mean": 0.0}
+
+
+def test_weighted_sums_beyond_float32_are_refused(grader):
+    problems, ids, texts = [Problem("2 + 2?", "4")] * 2, [[1], [1]], ["a", "b"]
+    for values in ([1.0, 1e39], [-1e300, 1.0], [1.0, 1e30]):
+        row = 0 if values[0] < 0 else 1
+        said = rf"completions\[{row}\] add up to .*--reward_weights"
+        with pytest.raises(RewardError, match=said):
+            rewards(grader, {"large": lambda values=values, **_: values}, texts, ids, problems)
+    assert rewards(grader, {"f": lambda **_: [1e9, None]}, texts, ids, problems)[0][0] == 1e9
+
+
+def test_edits_of_a_reward_function_do_not_reach_the_next(grader):
+    def edit(prompts, levels, **_):
+        prompts[0] = levels[0][0] = "edited"
+        return [0.0, 0.0]
+
+    def level(prompts, levels, **_):
+        assert prompts == ["2 + 2?"] * 2
+        return [level[0] for level in levels]
+
+    problems = [Problem("2 + 2?", "4", columns={"levels": [3.0]})] * 2
+    got, _ = rewards(grader, {"edit": edit, "level": level}, ["a", "b"], [[1], [1]], problems)
+    assert got == [6.0, 6.0] and problems[0].columns == {"levels": [3.0]}
 
 
 def test_a_chat_gets_messages(grader):

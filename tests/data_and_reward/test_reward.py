@@ -12,6 +12,7 @@ if __name__ == "__main__":  # --bench; under pytest the configuration does this
 
 import ast
 import functools
+import itertools
 import json
 import math
 import os
@@ -764,7 +765,7 @@ def returns(values):
 
 def called(function, prompts=("a", "b"), texts=("x", "yy"), **columns):
     ids = [[1] * len(text) for text in texts]
-    return call_reward_func("mine", function, list(prompts), list(texts), ids, columns)
+    return call_reward_func("mine", function, list(prompts), list(texts), ids, columns, {})
 
 
 def test_reward_functions_from_dotted_paths(tmp_path, monkeypatch):
@@ -812,6 +813,7 @@ def test_a_reward_function_gets_what_trl_gives_it():
     seen = {}
 
     def function(prompts, completions, completion_ids, **columns):
+        assert callable(columns.pop("log_metric"))
         seen.update(columns, prompts=prompts, completions=completions, ids=completion_ids)
         return [0, True]
 
@@ -837,14 +839,26 @@ def test_numbers_of_every_kind():
         assert got == [1.0, 0.5] and all(type(value) is float for value in got)
 
 
+class Unprintable:
+    def __repr__(self):
+        raise ValueError("no text")
+
+    __float__ = __repr__
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ([1.0], "1 values for 2"), ([], "0 values"), ([1, 2, 3], "3 values"), (None, "TypeError"),
-        (1.0, "TypeError"), ([1.0, []], "list"), ([None, float("nan")], "not nan"),
-        ([1.0, float("inf")], "not inf"), (["1", "2"], "not '1'"), ([1j, 1], "complex"),
-        ("12", "not '1'"), ([[1], [2]], "list"), ([10**400, 1], "OverflowError"),
-        ({"a": 1, "b": 2}, "not 'a'"),
+        ([1.0], "1 for 2"), ([], "0 for 2"), ([1, 2, 3], "more than 2 for 2"), (None, "not None"),
+        (itertools.repeat(1.0), "more than 2"), (1.0, "not 1.0"),
+        ([1.0, []], r"not \[\] for completions\[1\] \(prompt 'b'\)"),
+        ([None, float("nan")], r"not nan for completions\[1\]"),
+        ([1.0, float("inf")], "not inf"), (["1", "2"], "not '1'"), ([1j, 1], "not 1j for"),
+        ("12", "not '12'"), (b"12", "not b'12'"), ([[1], [2]], r"not \[1\]"),
+        ([10**400, 1], "not 10000"), ({"a": 1, "b": 2}, "not a dict"), ({0: 1, 1: 2}, "not a dict"),
+        ({1, 2}, "not a set"), (frozenset([1, 2]), "not a frozenset"),
+        ([{"x": 1}, 2], "not a dict for"), (len, "not <built-in"), (Unprintable(), "Unprintable"),
+        ([1.0, Unprintable()], r"Unprintable for completions\[1\]"),
     ],
 )  # fmt: skip
 def test_values_that_are_no_rewards(values, says):
@@ -876,55 +890,169 @@ def test_none_is_not_counted_as_in_trl():
     assert all(map(math.isnan, called(returns([None, None]))))
 
 
-def test_the_gradients_stay_on_whatever_a_reward_function_does():
+def test_what_a_reward_function_leaves_behind_is_restored(tmp_path):
+    """Gradients, inference mode, autocast, the default type of numbers and the directory."""
     import torch
 
-    def off(**_):
+    left = []
+
+    def careless(**_):
+        os.chdir(tmp_path)
+        torch.set_default_dtype(torch.float64)
+        left[:] = [torch.autocast("cpu", dtype=torch.float16), torch.inference_mode()]
+        for mode in left:
+            mode.__enter__()
         torch.set_grad_enabled(False)
         return [1, 2]
 
-    def off_and_out(**_):
-        off()
+    def careless_and_out(**_):
+        careless()
         raise ValueError("then an error")
 
-    for before in (True, False):
-        with torch.set_grad_enabled(before):
-            assert called(off) == [1.0, 2.0] and torch.is_grad_enabled() is before
+    def state():
+        autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        depth = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        return os.getcwd(), torch.get_default_dtype(), *autocast, *modes, depth
+
+    for mode in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
+        with mode:
+            before = state()
+            assert called(careless) == [1.0, 2.0] and state() == before
             with pytest.raises(RewardError):
-                called(off_and_out)
-            assert torch.is_grad_enabled() is before
+                called(careless_and_out)
+            assert state() == before
+    assert (torch.ones(1, requires_grad=True) * 2).requires_grad
 
 
-def test_a_reward_function_cannot_end_the_run_but_ctrl_c_can():
+def test_a_reward_function_gets_copies():
+    """Its edits reach neither what it was given nor the other rows of a group."""
+    message = {"role": "user", "content": "2 + 2?"}
+    chat, level = [message], ["easy"]
+    ids = [[1], [1]]
+
+    def edit(prompts, completions, completion_ids, levels, **_):
+        prompts[0][0]["content"] = "3 + 3?"
+        assert prompts[1] == [{"role": "user", "content": "2 + 2?"}]
+        completions[0][0]["content"] = "edited"
+        completion_ids[0].append(7)
+        levels[0].append("edited")
+        assert levels[1] == ["easy"]
+        del levels[1]
+        return [1, 2]
+
+    columns = {"levels": [level, level]}
+    prompts = [chat, chat]
+    assert call_reward_func("f", edit, prompts, ["x", "y"], ids, columns, {}) == [1.0, 2.0]
+    assert prompts == [[{"role": "user", "content": "2 + 2?"}]] * 2
+    assert (columns, ids) == ({"levels": [["easy"], ["easy"]]}, [[1], [1]])
+
+
+class NotAnException(BaseException):
+    def __repr__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), NotAnException(), StopIteration])
+def test_a_reward_function_cannot_end_the_run_but_ctrl_c_can(error):
     def leave(**_):
-        sys.exit(0)
+        raise error
+
+    def leave_later(**_):
+        yield 1.0
+        raise error
 
     def interrupted(**_):
         raise KeyboardInterrupt
 
-    with pytest.raises(RewardError, match=r"reward function mine: SystemExit\(0\)") as error:
-        called(leave)
-    assert "\n" not in str(error.value)
+    for function in (leave, leave_later):
+        name = getattr(error, "__name__", type(error).__name__)
+        name = "RuntimeError" if function is leave_later and name == "StopIteration" else name
+        with pytest.raises(RewardError, match=rf"correct the reward function mine: {name}") as told:
+            called(function)
+        assert "\n" not in str(told.value)
     with pytest.raises(KeyboardInterrupt):
         called(interrupted)
 
 
-def test_an_error_names_the_line_of_the_users_own_code(tmp_path, monkeypatch):
-    """Of the function that it calls, not of the library in which the error is raised."""
+@pytest.fixture
+def own_function(tmp_path, monkeypatch):
+    """A reward function in a file of the user's own that calls another function there."""
     lines = ["import json", "def helper(text):", "    return json.loads(text)"]
     lines += ["def mine(completions, **_):", "    return [helper(t) for t in completions]"]
     (tmp_path / "own_of_test_reward.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_of_test_reward", raising=False)
     ((function, _),) = load_reward_funcs(["own_of_test_reward.mine"]).values()
-    place = f" at {tmp_path / 'own_of_test_reward.py'}:3"
-    with pytest.raises(RewardError, match="mine: JSONDecodeError") as error:
-        called(function, texts=("{", "x"))
-    assert str(error.value).endswith(place) and "\n" not in str(error.value)
+    return function
+
+
+def test_an_error_names_file_line_and_row(tmp_path, own_function):
+    """The line of the function that it calls, not of the library in which the error is raised."""
+    file = tmp_path / "own_of_test_reward.py"
+    with pytest.raises(RewardError) as error:
+        called(own_function, texts=("1", "{"))
+    said = str(error.value)
+    assert said.startswith("correct the reward function mine: JSONDecodeError('Expecting property")
+    assert said.endswith(f") in line 3 of {file} for completions[1] (prompt 'b')")
+    with pytest.raises(RewardError) as error:  # every row fails, so none is to blame
+        called(own_function, texts=("{", "{"))
+    assert str(error.value).endswith(f" in line 3 of {file}")
     for values in ([1j, 1], None):  # no line is to blame
         with pytest.raises(RewardError) as error:
             called(returns(values))
         assert ".py" not in str(error.value)
+
+
+def test_a_call_that_the_function_does_not_allow_names_the_function():
+    def mine(completions, levels):
+        return [1, 2]
+
+    with pytest.raises(RewardError) as error:
+        called(mine)
+    line = mine.__code__.co_firstlineno
+    assert str(error.value).endswith(f" in the function at line {line} of {__file__}")
+
+
+def test_numbers_that_a_reward_function_logs():
+    def by_name(completions, log_metric, **_):
+        log_metric("length", 3)
+        log_metric(name="length", value=5.0)
+        return [1, 2]
+
+    def by_columns(**columns):
+        columns["log_metric"]("length", 4)
+        return [1, 2]
+
+    def neither(prompts, completions, completion_ids):
+        return [1, 2]
+
+    for function, expected in ((by_name, [3.0, 5.0]), (by_columns, [4.0]), (neither, None)):
+        logged = {}
+        call_reward_func("f", function, ["a", "b"], ["x", "y"], [[1], [1]], {}, logged)
+        assert logged.get("length") == expected and set(logged) <= {"length"}
+
+    for name, value in (("x", math.nan), ("x", "3"), (3, 3.0), ("mean", 1.0)):
+
+        def wrong(log_metric, name=name, value=value, **_):
+            log_metric(name, value)
+
+        with pytest.raises(RewardError, match=rf"log_metric.* in line \d+ of {__file__}$"):
+            called(wrong)
+
+
+def test_the_graders_verdict_for_reward_functions():
+    texts = [box("1,600"), box("16 apples"), "#### 16", box("32/2"), box("17")]
+    golds = ["1600", "16", "16", "16", "16"]
+    expected = [True, True, False, True, False]
+    assert reward.verdicts(texts, golds) == expected
+    assert [value == 1.0 for value in Grader(1, 30.0).grade(texts, golds)] == expected
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    assert reward.verdicts(chats, golds) == expected
+    assert [reward.is_right(*pair) for pair in zip(texts, golds, strict=True)] == expected
+    assert reward.is_right(chats[0], "1600") is True
 
 
 @pytest.mark.parametrize("name", ["random", "math", "pytest"])  # builtin, and a library too
@@ -947,10 +1075,12 @@ def test_ready_made_functions_of_trl_run_unchanged():
     columns = {"solution": ["$4$"] * 3, "level": [1, 2, 3]}
     expected = [[1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     for (name, function), values in zip(functions.items(), expected, strict=True):
-        got = call_reward_func(name, function, [CHAT] * 3, texts, [[1]] * 3, columns)
+        got = call_reward_func(name, function, [CHAT] * 3, texts, [[1]] * 3, columns, {})
         assert got == values, name
     with pytest.raises(RewardError, match=r"accuracy_reward.*solution"):
-        call_reward_func("accuracy_reward", functions["accuracy_reward"], [CHAT], ["x"], [[1]], {})
+        call_reward_func(
+            "accuracy_reward", functions["accuracy_reward"], [CHAT], ["x"], [[1]], {}, {}
+        )
 
 
 def test_ready_made_functions_that_trl_makes():
@@ -958,7 +1088,8 @@ def test_ready_made_functions_that_trl_makes():
 
     penalty = get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)
     ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5]]
-    got = call_reward_func("penalty", penalty, [CHAT] * 2, ["a", "b"], ids, {"answer": ["1", "2"]})
+    columns = {"answer": ["1", "2"]}
+    got = call_reward_func("penalty", penalty, [CHAT] * 2, ["a", "b"], ids, columns, {})
     assert got == [0.0, -0.75]
     overlong = get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2)
     assert called(overlong, texts=["xxxxx", "x"]) == [-1.0, 0.0]

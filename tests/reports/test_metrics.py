@@ -405,7 +405,7 @@ def test_a_run_that_earns_nothing_leaves_what_it_wrote_and_why(run_main, tmp_pat
     assert steps == {(0, "greedy"), (0, "sampled"), (1, "train"), (1, "greedy"), (1, "sampled")}
     assert all(row["reward"] == 0 and row["truncated"] and row["completion"] for row in rows)
     page = " ".join((tmp_path / "out/credit.html").read_text().split())
-    assert "the rewards of every group were equal" in page and "completions.jsonl" in page
+    assert "the completions of a group had equal rewards" in page and "completions.jsonl" in page
     err = " ".join(err.split())
     assert "every group has equal rewards (mean 0.00)" in err and "never write a stop token" in err
     assert "no completion earns anything. The first one (if its form is right" in err
@@ -882,7 +882,7 @@ def test_page_survives_numbers_that_are_not(tmp_path, value):
 def test_page_without_samples_and_the_size_of_a_big_one(tmp_path):
     write_credit_page(str(tmp_path / "credit.html"), "t", [])
     text = " ".join(Page(tmp_path / "credit.html").text.split())
-    assert "the rewards of every group were equal" in text and "completions.jsonl" in text
+    assert "the completions of a group had equal rewards" in text and "completions.jsonl" in text
     token = {"text": " word&", "weight": 1.23, "entropy": 0.12, "logp": -0.12}
     completion = {"reward": 1.0, "advantage": 1.0, "truncated": False, "tokens": [token] * 500}
     group = {"prompt": "p", "answer": "a", "step": 0, "completions": [completion] * 8}

@@ -77,6 +77,7 @@ def test_the_readmes_reward_trains(run_main, rows_of, tmp_path, monkeypatch) -> 
     assert len(rows) == 2
     assert all(0 < row["reward"] < 1 for row in rows)
     assert rows[0][f"rewards/{name}/mean"] == rows[0]["reward"]
+    assert rows[0][f"rewards/{name}/characters"] > 0
     assert any(row["grad_norm"] > 0 for row in rows)
 
 
@@ -87,10 +88,13 @@ def test_the_readmes_reward_pays_where_the_column_is_a_whole_solution() -> None:
     names: dict = {}
     exec(REWARD, names)
     function = names[re.search(r"def (\w+)", REWARD)[1]]
-    texts = ["It is \\boxed{42}.", "It is \\boxed{41}."]
-    columns = {"gold": [problem.answer] * 2, "answer": [problem.columns["answer"]] * 2}
-    paid = function(prompts=[""] * 2, completions=texts, **columns)
-    assert paid == [1 - len(texts[0]) / 1000, 0]
+    texts = ["It is \\boxed{42}.", "It is \\boxed{41}.", "\\boxed{42 apples}", "#### 42"]
+    columns = {"gold": [problem.answer] * 4, "answer": [problem.columns["answer"]] * 4}
+    logged = {}
+    paid = function(prompts=[""] * 4, completions=texts, log_metric=logged.__setitem__, **columns)
+    length = [len(text) for text in texts]
+    assert paid == [1 - length[0] / 1000, 0, 1 - length[2] / 1000, 0]  # as accuracy_reward
+    assert logged == {"characters": sum(length) / 4}
 
 
 # ---- The credit method ---------------------------------------------------------------------------

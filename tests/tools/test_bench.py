@@ -5,7 +5,7 @@ import json
 import bench
 import pytest
 import torch
-from conftest import TINY, random_batch
+from support import TINY, random_batch
 from transformers import AutoTokenizer
 
 import grpo_arca
@@ -15,7 +15,7 @@ import grpo_oar
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [grpo_arca, grpo_oar], ids=lambda m: m.__name__)
 def test_shape_with_forced_lengths(module, tmp_path, monkeypatch):
-    monkeypatch.setitem(bench.SHAPES, "0.6B", (64, 64, 1, 8, True))
+    monkeypatch.setitem(bench.SHAPES, "0.6B", bench.Shape(64, 64, 1, 8, True))
     monkeypatch.setattr(bench, "VOCABULARY", 8192)
     monkeypatch.setattr(module, "row_uniforms", module.row_uniforms)  # restored afterwards
     argv = "--shape 0.6B --layers 1 --completions 8 --micro_batch 4 --prompt_tokens 5 --warmup 0"
@@ -67,7 +67,7 @@ OTHER_BENCH = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import grpo_arca
 from common import SECONDS
 def parse_options(argv):
@@ -85,16 +85,17 @@ def step(bench, credit, repeat, others):
 
 def test_another_checkout_runs_in_turn_by_its_own_bench(tmp_path, monkeypatch, capsys):
     """Each checkout sees its own bench, script and common/, and the flags without --against; the
-    warm-up does not count. Here 5, 6, 7 s a step, there 2, 3, 4 s."""
+    warm-up does not count. Here 5, 6, 7 s a step, there, where it is in tests/, 2, 3, 4 s."""
+    folders = {"here": "tools", "there": "tests"}
     for name, seconds in {"here": 4, "there": 1}.items():
-        (tmp_path / name / "tests").mkdir(parents=True)
+        (tmp_path / name / folders[name]).mkdir(parents=True)
         (tmp_path / name / "common.py").write_text(f"SECONDS = {seconds}")
-        (tmp_path / name / "grpo_arca.py").write_text("def use_every_core(): pass")
+        (tmp_path / name / "grpo_arca.py").write_text("")
     argv = ["grpo_arca", "--credit", "uniform", "arca", "--repeats=3", "--warmup", "1"]
     rest = ["--", "--seed", "2"]
     for name in ("here", "there"):
         text = OTHER_BENCH.replace("FLAGS", repr(argv + rest))
-        (tmp_path / name / "tests/bench.py").write_text(text)
+        (tmp_path / name / folders[name] / "bench.py").write_text(text)
     monkeypatch.setattr(bench, "ROOT", tmp_path / "here")
     options = bench.parse_options([*argv, f"--against={tmp_path / 'there'}", *rest])
     lines = bench.compare("grpo_arca", ["uniform", "arca"], options)
@@ -115,7 +116,7 @@ class RandomRewards:
 def parse_options(argv):
     assert argv == ["grpo_arca", "--shape", "8B", "--layers", "2", "--", "--seed", "2"]
 import sys
-sys.modules["grpo_arca"] = SimpleNamespace(use_every_core=lambda: None)
+sys.modules["grpo_arca"] = SimpleNamespace()
 def prepare(module, credits, options):
     run = SimpleNamespace(args=SimpleNamespace(num_generations=4), grader=RandomRewards())
     return Bench(run, ([Problem((3, 6))], []))
@@ -136,7 +137,7 @@ def test_idle_groups_are_the_same_in_a_checkout_that_knows_none(tmp_path, idle, 
     argv += ["--idle", str(idle), "--against", str(tmp_path), "--", "--seed", "2"]
     options = bench.parse_options(argv)
     assert options.idle == idle
-    with bench.worker(tmp_path, "grpo_arca", [], options.shared, options.idle) as ask:
+    with bench.worker(tmp_path / "tests", "grpo_arca", [], options.shared, options.idle) as ask:
         rows = [ask("arca", repeat) for repeat in range(3)]
     assert [row["idle"] for row in rows] == [count] * 3
     if idle:
@@ -151,14 +152,22 @@ def test_idle_is_a_share_of_the_groups(argv, capsys):
     assert "--idle is a share" in capsys.readouterr().err
 
 
+def test_continuous_batching_has_equal_lengths_alone(capsys):
+    shape = ["--shape", "0.6B", "--layers", "1", "grpo_arca"]
+    assert bench.parse_options([*shape, "--trl_continuous"]).trl_continuous
+    with pytest.raises(SystemExit):
+        bench.parse_options([*shape, "--trl_continuous", "--lengths", "lognormal"])
+    assert "--trl_continuous cannot force --lengths lognormal" in capsys.readouterr().err
+
+
 def test_a_checkout_that_fails_ends_the_comparison_with_a_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench.parse_options(["grpo_arca", "--against", str(tmp_path)])
-    assert "there is no tests/bench.py in it" in capsys.readouterr().err
+    assert "there is no tools/bench.py in it" in capsys.readouterr().err
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/bench.py").write_text("broken")
     bench.parse_options(["grpo_arca", "--against", str(tmp_path)])
-    broken = bench.worker(tmp_path, "", [], [], 0)
+    broken = bench.worker(tmp_path / "tests", "", [], [], 0)
     with pytest.raises(SystemExit, match="failed, see above"), broken:
         pass
 

@@ -16,8 +16,8 @@ import gpu_proof
 import memory
 import pytest
 import torch
-from conftest import ROOT
 from gpu_proof import BEGIN, END, Part
+from support import ROOT
 
 MACHINE = {"card": "H200, 139 GiB", "versions": {"torch": "2.11", "trl": "1.16"}, "commit": "abc"}
 
@@ -148,7 +148,7 @@ def test_the_readmes_section_is_replaced_and_nothing_else(capsys):
 
 
 def test_the_parts_take_half_an_hour_and_their_goals_can_be_read():
-    assert sum(part.seconds for part in gpu_proof.PARTS) <= 1800
+    assert sum(part.seconds for part in gpu_proof.PARTS) <= 1920
     assert len({part.name for part in gpu_proof.PARTS}) == len(gpu_proof.PARTS)
     for part in gpu_proof.PARTS:
         rows = gpu_proof.table_rows(part, Path("/nowhere"), "not run yet", MACHINE)
@@ -160,17 +160,23 @@ def test_the_parts_take_half_an_hour_and_their_goals_can_be_read():
 @pytest.mark.parametrize("trl", [True, False])
 def test_the_full_commands_are_understood(monkeypatch, trl):
     """By what they call, on a machine that has a GPU: --small hides a wrong flag's value."""
+    for script in ("grpo_arca", "grpo_oar", "grpo_strace"):
+        importlib.import_module(script)  # which looks for a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options = argparse.Namespace(folder=ROOT / "runs/x", small=False, smollm2=Path("/a b/smollm2"))
+    paths = {"smollm2": Path("/a b/smollm2"), "gsm8k": Path("/a b/gsm8k.jsonl")}
+    options = argparse.Namespace(folder=ROOT / "runs/x", small=False, **paths)
     for part in gpu_proof.PARTS:
         for command in gpu_proof.fill(part, options, trl).split(" && "):
             words, flags = shlex.split(command), []
             script = next((x for x in words if re.fullmatch(r"grpo_\w+", x)), "grpo_arca")
             if "--json" in words:
                 asked = bench.parse_options(words[words.index(script) :])
-                flags, done = asked.flags, asked.trl == (trl and part.name.startswith("trl"))
+                flags, done = (
+                    asked.flags,
+                    (asked.trl or asked.trl_continuous) == (trl and part.name.startswith("trl")),
+                )
                 assert done and asked.scripts == [script] and asked.json.startswith("runs/x/")
-            elif "tests/memory.py" in words:
+            elif "tools/memory.py" in words:
                 flags = memory.parse_options(words[2:]).flags
             elif "grpo_arca.py" in words:
                 flags = words[words.index("grpo_arca.py") + 1 :]
@@ -265,7 +271,7 @@ def prove(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             gpu_proof.main()
         lines = [line for line in capsys.readouterr().out.splitlines() if line[0] != " "]
-        report = json.loads((tmp_path / "results/data/gpu.json").read_text())
+        report = json.loads((tmp_path / "results/data/gpu_proof/gpu.json").read_text())
         return ended.value.code, [line.split()[1].strip(":") for line in lines], report
 
     return start
@@ -324,15 +330,74 @@ def test_mistakes_are_a_sentence(monkeypatch, tmp_path, capsys):
         assert err.startswith(f"gpu_proof.py: error: {sentence}"), err
 
 
+def test_the_parts_find_the_packages_that_the_user_has_put_on_the_path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/x/packages:/y")
+    env = gpu_proof.environment(small=False)
+    assert env["PYTHONPATH"] == f"{ROOT}/tools:/x/packages:/y"
+    code = "import sys, gpu_proof; print(*sys.path)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert {"/x/packages", "/y"} <= set(done.stdout.split())
+    monkeypatch.delenv("PYTHONPATH")
+    assert gpu_proof.environment(small=False)["PYTHONPATH"] == f"{ROOT}/tools"
+
+
+def test_without_git_or_a_repository_the_commit_is_unknown(monkeypatch, tmp_path):
+    env = gpu_proof.environment(small=True)
+    assert gpu_proof.commit_of({"PATH": str(tmp_path)}) == "unknown"  # there is no git
+    monkeypatch.setattr(gpu_proof, "ROOT", tmp_path)  # here is no .git
+    assert gpu_proof.commit_of(env | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}) == "unknown"
+    for command in (
+        "init",
+        "add .",
+        "-c user.name=x -c user.email=x@y.z commit --allow-empty -m a",
+    ):
+        git = ["git", *command.split()]
+        subprocess.run(git, cwd=tmp_path, env=env, check=True, capture_output=True)
+    assert re.fullmatch(r"[0-9a-f]{7,}", gpu_proof.commit_of(env))
+
+
+def test_parts_that_are_named_are_judged_alone(prove):
+    assert prove("good")[0] == 0
+    assert prove("last")[0] == 1 and prove("bad")[0] == 1
+
+
+def test_card_and_versions_stand_beside_each_figure(prove, tmp_path):
+    _, _, report = prove("good", versions={"torch": "2.13", "transformers": "5.23"})
+    row = report["rows"][0]
+    assert [row[name] for name in ("card", "torch", "transformers")] == [
+        "H200, 139 GiB",
+        "2.13",
+        "5.23",
+    ]
+    readme = (tmp_path / "results/README.md").read_text()
+    assert "| good | tests that pass | 9 | >= 1 | holds | H200, 139 GiB | 2.13 | 5.23 |" in readme
+
+
+def test_no_part_takes_more_than_ten_minutes(prove, monkeypatch):
+    limits = []
+
+    def quick(command: str, seconds: float, log: Path, env: dict) -> str:
+        limits.append(seconds)
+        log.write_text("9 passed")
+        return "done"
+
+    parts = [Part(name, 400, "true", ["tests that pass >= 1"]) for name in ("a", "b", "c")]
+    monkeypatch.setattr(gpu_proof, "PARTS", parts)
+    monkeypatch.setattr(gpu_proof, "do", quick)
+    assert prove()[0] == 0
+    assert limits[0] == 400 and limits[1:] == [600, 600]  # of what the others left
+
+
 @pytest.mark.slow
 def test_a_part_of_each_kind_in_small_on_a_cpu(tmp_path):
     """A bench, a run that is killed, a profile, worth.py and one without its model: they end, the
     figures are found, nothing is called a pass and results/ is left alone. (All: ten minutes.)"""
-    watched = [ROOT / "results/README.md", ROOT / "results/data/gpu.json"]
+    watched = [ROOT / "results/README.md", ROOT / "results/data/gpu_proof/gpu.json"]
     before = [path.stat().st_mtime_ns if path.exists() else 0 for path in watched]
     folder, parts = tmp_path / "a b", ("strace", "kill", "profile", "worth", "smollm2")
-    command = [sys.executable, ROOT / "tests/gpu_proof.py", "--small", "--folder", folder, *parts]
-    subprocess.run(command, capture_output=True)  # 1, since other parts were not run
+    command = [sys.executable, ROOT / "tools/gpu_proof.py", "--small", "--folder", folder, *parts]
+    subprocess.run(command, capture_output=True)
     report = json.loads((folder / "gpu.json").read_text())
     states = {name: report["parts"][name]["status"] for name in parts}
     assert [name for name, x in states.items() if x != "done"] == ["smollm2"], states

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench import SHAPES, VOCABULARY, shape_config
-from conftest import TINY
+from support import TINY
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
@@ -80,7 +80,9 @@ def test_a_training_step_takes_what_was_measured_on_a_gpu(monkeypatch):
             if p.requires_grad:  # it kept the gradients of the step before
                 p.grad = torch.ones_like(p)
         hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-        chunks = zip(hidden.flatten(0, 1).split(2048), ids[:, 1:].flatten().split(2048))
+        chunks = zip(
+            hidden.flatten(0, 1).split(2048), ids[:, 1:].flatten().split(2048), strict=True
+        )
         logp = [checkpoint(head, h, y, use_reentrant=False) for h, y in chunks]
         torch.cat(logp).mean().backward()
         return {"update": counted.phase()}

@@ -70,6 +70,8 @@ class TwoDevices(TorchFunctionMode):
             there = is_there(inputs[0])
         elif name == "to":
             there = is_there(inputs[-1])
+        elif name == "tensor":
+            there = False  # torch.tensor copies numbers, also those of a list of tensors
         there = there and name not in TO_HOST
         if name in ("to", "cpu") and out is inputs[0] and is_there(out) != there:
             out = out.clone()  # torch saw no reason to copy

@@ -204,7 +204,8 @@ def test_a_run_on_two_processes_is_the_run_on_one(model, request, tmp_path):
 def half_of_a_rollout(rank: int):
     """Returns a process's share, with its own number of tokens, padding and level of entropy."""
     batch = random_batch(grpo_strace, rows=2 + 2 * rank, length=13 + 8 * rank, seed=rank)
-    batch.scores = (batch.entropy + rank / 2) * batch.mask
+    batch.entropy = batch.entropy + rank / 2
+    batch.scores = batch.entropy * batch.mask
     return batch
 
 
@@ -220,7 +221,7 @@ def put_trace_masks(rank: int, port: int, args, results) -> None:
     batch = half_of_a_rollout(rank)
     halves = torch.arange(len(batch.rows)).tensor_split(2)
     micros = [batch.select(index) for index in halves]  # each without the other's padding
-    masks = grpo_strace.trace_masks(run, micros)
+    masks = grpo_strace.trace_masks(run, batch, micros)
     results.put((rank, [row.tolist() for mask in masks for row in mask]))
     torch.distributed.destroy_process_group()
 

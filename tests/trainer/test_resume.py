@@ -87,7 +87,7 @@ def test_a_signal_lets_the_rollout_end_and_saves(run_main, monkeypatch, tmp_path
             **SHORT | {"steps_per_generation": 2, "save_steps": 0, "max_steps": 6}
         )
     assert code == 0 and "Traceback" not in err, err
-    sentence = "saving after this rollout, then ending; a second signal ends at once\n"
+    sentence = "ending after this rollout or batch; a second signal ends at once\n"
     assert err.count(sentence) == 1
     assert out.endswith(f"interrupted, saved out/checkpoint-2: {HOW_TO_GO_ON}\n")
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").open()]
@@ -166,18 +166,19 @@ def test_a_run_that_exists_is_neither_overwritten_nor_continued_unasked(runs):
 
 @pytest.fixture(scope="module")
 def first(make_run, tmp_path_factory):
-    """A run with a checkpoint-0. What is refused leaves it as good as it was."""
+    """A run with a checkpoint-1. What is refused leaves it as good as it was."""
     run = make_run(output_dir=tmp_path_factory.mktemp("first"))
     trainer.update(run, [random_batch()])  # so that the optimizer has a state
+    run.step = 1
     trainer.save_checkpoint(run, None)
     return run
 
 
 @pytest.fixture
 def saved(first, tmp_path):
-    """A run whose checkpoint-0 is in tmp_path, and that is asked to resume from it."""
+    """A run whose checkpoint-1 is in tmp_path, and that is asked to resume from it."""
     shutil.copytree(first.args.output_dir, tmp_path, dirs_exist_ok=True)
-    asked = str(tmp_path / "checkpoint-0") + "/"
+    asked = str(tmp_path / "checkpoint-1") + "/"
     args = replace(first.args, output_dir=str(tmp_path), resume_from_checkpoint=asked)
     trainer.resume(run := replace(first, args=args))  # what was refused may be half loaded
     return run
@@ -196,7 +197,7 @@ def test_what_a_checkpoint_holds_is_restored(saved, make_run, tmp_path, capsys):
     other = make_run(output_dir=tmp_path, resume_from_checkpoint="latest", adapter=0.3, epsilon=0.1)
     other.step = other.rollout = 7
     trainer.resume(other)
-    assert (other.step, other.rollout, other.groups) == (0, 0, [])
+    assert (other.step, other.rollout, other.groups) == (1, 0, [])
     for ours, theirs in zip(other.model.parameters(), saved.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     said = capsys.readouterr().err.splitlines()
@@ -214,7 +215,7 @@ def refused(run, capsys) -> str:
 
 def test_one_flipped_bit_in_a_tensor_is_found(saved, tmp_path, capsys):
     """torch's reader would take it for a weight."""
-    path = tmp_path / "checkpoint-0/state.pt"
+    path = tmp_path / "checkpoint-1/state.pt"
     content = bytearray(path.read_bytes())
     tensor = next(p for name, p in saved.model.named_parameters() if "lora_A" in name)
     content[content.index(tensor.detach().numpy().tobytes()) + 10] ^= 1
@@ -238,7 +239,7 @@ CHANGES = {
     "a count that is a text": lambda state: state["optimizer"][0].update(step="one"),
     "a schedule that is no number": lambda state: state.update(schedule="four"),
     "no base": lambda state: state.pop("base"),
-    "another base": lambda state: state["base"].reverse(),
+    "another base": lambda state: state.update(base=state["base"][::-1]),
     "a step that is no number": lambda state: state.update(step="four"),
     "groups that are no list": lambda state: state.update(groups=5),
     "flags that are no flags": lambda state: state.update(flags=[1]),
@@ -249,7 +250,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_state_file_of_something_else(saved, tmp_path, capsys, change):
-    path = tmp_path / "checkpoint-0/state.pt"
+    path = tmp_path / "checkpoint-1/state.pt"
     state = torch.load(path)
     CHANGES[change](state)
     torch.save(state, path)
@@ -258,16 +259,16 @@ def test_a_state_file_of_something_else(saved, tmp_path, capsys, change):
 
 def test_what_is_damaged_is_to_be_deleted(saved, tmp_path, capsys):
     """And the one before is then the latest."""
-    saved.step = 1
+    saved.step = 2
     trainer.save_checkpoint(saved, None)
     newest = replace(saved, args=replace(saved.args, resume_from_checkpoint="latest"))
-    (tmp_path / "checkpoint-1/state.pt").write_bytes(b"torn")
+    (tmp_path / "checkpoint-2/state.pt").write_bytes(b"torn")
     said = refused(newest, capsys)
-    assert str(tmp_path / "checkpoint-1") in said
+    assert str(tmp_path / "checkpoint-2") in said
     assert said.endswith(" (if it is damaged, delete it)")
-    shutil.rmtree(tmp_path / "checkpoint-1")
+    shutil.rmtree(tmp_path / "checkpoint-2")
     trainer.resume(newest)
-    assert newest.step == 0
+    assert newest.step == 1
 
 
 def test_fewer_updates_than_there_were_are_refused(saved, tmp_path, capsys):
@@ -286,7 +287,8 @@ def test_fewer_updates_than_there_were_are_refused(saved, tmp_path, capsys):
 def test_another_model_of_the_same_shapes_is_refused(make_run, tmp_path, capsys):
     """The embedded ones: every tensor of the adapter would fit."""
     long = Path(TINY).with_name("long_policy")
-    trainer.save_checkpoint(one := make_run(output_dir=tmp_path))
+    one = make_run(output_dir=tmp_path)
+    trainer.save_checkpoint(one, None)
     other = make_run(model=str(long), output_dir=tmp_path, resume_from_checkpoint="latest")
     shapes = [[p.shape for p in run.model.parameters() if p.requires_grad] for run in (one, other)]
     assert shapes[0] == shapes[1]
@@ -312,7 +314,7 @@ def test_the_flags_learning_rate_and_weight_decay_are_used(saved, make_run, tmp_
 
 
 def test_another_number_of_processes_is_said(saved, tmp_path, capsys):
-    path = tmp_path / "checkpoint-0/state.pt"
+    path = tmp_path / "checkpoint-1/state.pt"
     state = torch.load(path)
     assert state["flags"]["num_processes"] == 1
     state["flags"]["num_processes"] = 2
@@ -336,7 +338,7 @@ def test_a_finished_run_without_checkpoints_is_not_overwritten(run_main, tmp_pat
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"\x80\x04N."])
 def test_a_state_file_that_is_none(saved, tmp_path, capsys, content):
     """Empty, torn, a bare pickle; or not there."""
-    path = tmp_path / "checkpoint-0/state.pt"
+    path = tmp_path / "checkpoint-1/state.pt"
     path.write_bytes(content)
     refused(saved, capsys)
     path.unlink()
