@@ -176,7 +176,7 @@ def test_names_in_data_files_send_no_escape_codes(run_main, tmp_path):
         return code, err
 
     code, err = said(rows, prompt_column="nothing")
-    assert code == 2 and "?[31mother" in err
+    assert code == 2 and "\\x1b[31mother" in err
     code, err = said([*rows, row | {"answer": None}], max_steps=0)
     assert code == 0 and "left out" in err
     code, err = said([row | {"problem": [{"role": RED}]} for row in rows])
@@ -184,7 +184,7 @@ def test_names_in_data_files_send_no_escape_codes(run_main, tmp_path):
 
 
 def test_an_unknown_flag_sends_no_escape_codes(capsys):
-    assert "?[31mname" in refused([f"--{RED}name", "3"], capsys)
+    assert "\\x1b[31mname" in refused([f"--{RED}name", "3"], capsys)
 
 
 def test_hostile_words_in_argv_reach_no_stack(run_main, monkeypatch):

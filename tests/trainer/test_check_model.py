@@ -194,7 +194,7 @@ def test_a_reward_function_that_raises_is_found_before_the_first_evaluation(
     sentences = [line for line in err.splitlines() if "error: " in line]
     assert code == 2 and not out and "Traceback" not in err and len(sentences) == 1, err
     assert "reward function pay" in sentences[0] and "KeyError('levels')" in sentences[0]
-    assert "pays_by_level.py:2" in sentences[0]
+    assert "in line 2 of" in sentences[0] and "pays_by_level.py" in sentences[0]
 
 
 # ---- Weights -------------------------------------------------------------------------------------
