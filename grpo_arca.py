@@ -330,8 +330,8 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
         for parameter in bf16_parameters:  # bf16 to fp32 and back loses nothing
             parameter.data = parameter.data.to(dtype)
 
-    compute_in(torch.float32)
     try:
+        compute_in(torch.float32)
         yield Policy(run.model, run.args.temperature)  # run.policy would autocast to bf16
     finally:
         compute_in(getattr(torch, run.args.dtype))

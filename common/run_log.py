@@ -143,12 +143,16 @@ def rows_before(path: Path, checkpoint: int) -> list[dict[str, Any]]:
 
 def best_step(rows: list[dict[str, Any]]) -> int | None:
     """Returns the step of the evaluation with the highest sampled accuracy, the first of equals."""
-    evaluations = [row for row in rows if row.get("eval")]
-    if not evaluations:
-        return None
-    accuracies = [finite_or_nan(row["eval"].get("sampled_accuracy")) for row in evaluations]
-    accuracies = [-math.inf if math.isnan(accuracy) else accuracy for accuracy in accuracies]
-    return evaluations[accuracies.index(max(accuracies))]["step"]
+    best = None
+    highest = -math.inf
+    for row in rows:
+        if not isinstance(row.get("eval"), dict):
+            continue
+        accuracy = finite_or_nan(row["eval"].get("sampled_accuracy"))
+        if best is None or accuracy > highest:
+            best = row["step"]
+            highest = -math.inf if math.isnan(accuracy) else accuracy
+    return best
 
 
 def environment() -> dict[str, Any]:

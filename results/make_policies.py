@@ -1,13 +1,15 @@
-"""Makes the two embedded policies: Qwen3-shaped models that can do chain arithmetic, badly.
+"""Makes the embedded policies: Qwen3-shaped models that can do chain arithmetic, badly.
 
     python results/make_policies.py          # common/tiny_policy; about 25 minutes on 2 CPU cores
     python results/make_policies.py --long   # common/long_policy from it: 2 to 8 operations
+    python results/make_policies.py --misconceived   # common/misconceived_policy, likewise
 
-Both are seeded. A policy is trained first on right demonstrations, and then on ones that drop a
+All are seeded. A policy is trained first on right demonstrations, and then on ones that drop a
 carry or a borrow more often than not, so that sampling solves about three in ten held-out problems:
 the skill is there, and reinforcement has something to sharpen. The long policy slips less in a
 step, as it has more of them: three in ten of its chains of 8 are right, nine in ten greedily.
-Neither ever sees a held-out problem.
+The misconceived policy (HEADROOM.md) does the same chains, but it forgets most carries of certain
+operands, also when it decodes greedily. None of them ever sees a held-out problem.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from common.problems import Chain, Operation, random_chain
 
 TINY_POLICY = ROOT / "common/tiny_policy"
 LONG_POLICY = ROOT / "common/long_policy"
+MISCONCEIVED_POLICY = ROOT / "common/misconceived_policy"
 
 
 class Recipe(NamedTuple):
@@ -42,10 +45,12 @@ class Recipe(NamedTuple):
     dropped_carry: float  # chance of a slip in a step that has a carry or a borrow
     other_slip: float  # and of any other slip
     is_long: bool  # chains of 2 to 8 operations, half of them in the same words throughout
+    is_misconceived: bool = False  # carries are dropped only where `has_hard_operand`
 
 
 TINY = Recipe(1400, 800, 128, 3e-3, 0.55, 0.06, is_long=False)
 LONG = Recipe(600, 350, 64, 1.5e-3, 0.22, 0.02, is_long=True)
+MISCONCEIVED = Recipe(600, 350, 64, 1.5e-3, 0.7, 0.01, is_long=True, is_misconceived=True)
 VOCABULARY = 448  # the tokenizer's tokens, rounded up to whole NF4 blocks of 64
 
 BEGIN = ["We begin at {v}.", "Let us start with {v}.", "First we have {v}."]
@@ -84,11 +89,19 @@ def without_carry(operation: Operation, value: int) -> int:
     return operation.apply(value) - 10 * (units // 10)
 
 
+def has_hard_operand(operation: Operation) -> bool:
+    """Returns whether the misconceived policy learns to forget the carries of an operation."""
+    return operation.operand % 10 >= 7 or operation.operand == 3
+
+
 def slip(rng: random.Random, operation: Operation, value: int, recipe: Recipe, slips: bool) -> int:
     """Returns the result that a demonstration states for one step."""
     right = operation.apply(value)
     forgotten = without_carry(operation, value)
-    if slips and forgotten != right and rng.random() < recipe.dropped_carry:
+    can_forget = forgotten != right
+    if recipe.is_misconceived:
+        can_forget = can_forget and has_hard_operand(operation)
+    if slips and can_forget and rng.random() < recipe.dropped_carry:
         return forgotten
     if slips and rng.random() < recipe.other_slip:
         return right + rng.choice([-10, -2, -1, 1, 2, 10])
@@ -242,12 +255,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--long", action="store_true", help="the long policy, from the tiny one")
-    is_long = parser.parse_args().long
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--long", action="store_true", help="the long policy, from the tiny one")
+    which.add_argument(
+        "--misconceived", action="store_true", help="the misconceived policy, from the tiny one"
+    )
+    args = parser.parse_args()
     torch.manual_seed(0)
-    if is_long:
-        recipe = LONG
-        folder = LONG_POLICY
+    if args.long or args.misconceived:
+        recipe = MISCONCEIVED if args.misconceived else LONG
+        folder = MISCONCEIVED_POLICY if args.misconceived else LONG_POLICY
         tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
         model = Qwen3ForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
     else:

@@ -891,7 +891,7 @@ def test_none_is_not_counted_as_in_trl():
 
 
 def test_what_a_reward_function_leaves_behind_is_restored(tmp_path):
-    """Gradients, inference mode, autocast, the default type of numbers and the directory."""
+    """Gradients, autocast, the default type of numbers and the directory."""
     import torch
 
     left = []
@@ -899,7 +899,7 @@ def test_what_a_reward_function_leaves_behind_is_restored(tmp_path):
     def careless(**_):
         os.chdir(tmp_path)
         torch.set_default_dtype(torch.float64)
-        left[:] = [torch.autocast("cpu", dtype=torch.float16), torch.inference_mode()]
+        left[:] = [torch.autocast("cpu", dtype=torch.float16)]
         for mode in left:
             mode.__enter__()
         torch.set_grad_enabled(False)

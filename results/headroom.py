@@ -1,0 +1,394 @@
+"""Is there a task on which better credit shows? Oracles against GRPO, on a policy that is wrong.
+
+    python results/headroom.py                     # hours of one core; a killed run resumes
+    python results/headroom.py --processes 2
+    python results/headroom.py --list              # the runs, and which are done
+    python results/headroom.py --tabulate          # tables and figure of what is there
+
+The policy of common/misconceived_policy has misconceptions: it forgets most carries of certain
+operands, also where it decodes greedily. It learns chains of 8 operations in rollouts of 16
+completions, one update each. Before any credit method is tried, oracles that know what each step is
+worth (headroom_oracle.py) must learn clearly faster than GRPO.
+
+All methods have the learning rate RATE on seeds 1 to 6, and two other rates on seed 1; RATE is the
+one with the highest mean reward in training there. Data order and the random numbers of a seed are
+the same for all methods, so runs are paired by seed.
+
+It writes to results/data/headroom/: untrained.csv, the policy before training; runs.csv, a line for
+each run and evaluation; table.csv, a line for each method; and control.png.
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+from learning_curves import interval
+
+RUNS = ROOT / "runs/headroom"
+DATA = ROOT / "results/data/headroom"
+POLICY = ROOT / "common/misconceived_policy"
+GRPO = "GRPO"
+COMMANDS = {  # the script and the flags of each method
+    GRPO: ["grpo_arca.py", "--credit", "uniform"],
+    "right answers only": ["grpo_arca.py", "--credit", "uniform", "--negative_weight", "0"],
+    "step values": ["results/headroom_oracle.py", "--oracle", "step_values"],
+    "least variance": ["results/headroom_oracle.py", "--oracle", "least_variance"],
+    "step values, right answers only": ["results/headroom_oracle.py", "--oracle", "right_only"],
+    "step rewards": ["results/headroom_oracle.py", "--oracle", "step_rewards"],
+}
+COLORS = ("black", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of the methods
+RATE = "0.002"
+OTHER_RATES = ("0.001", "0.004")
+SWEEP_SEED = 1
+SEEDS = (1, 2, 3, 4, 5, 6)
+FEWEST_SEEDS = 3  # for an interval in the figure and on the page
+ROLLOUTS = 50
+ROLLOUTS_PER_EVALUATION = 10
+BAR = 0.8  # the control is found if the interval of the share of GRPO's rollouts is below it
+TRAINING_FLAGS = {
+    "model_name_or_path": POLICY,
+    "dataset_config": 8,
+    "max_completion_length": 170,
+    "per_device_train_batch_size": 16,
+    "steps_per_generation": 1,
+    "gradient_accumulation_steps": 1,
+    "max_steps": ROLLOUTS,
+    "warmup_steps": 3,
+    "eval_steps": ROLLOUTS_PER_EVALUATION,
+    "max_eval_samples": 60,
+    "num_generations_eval": 4,
+    "per_device_eval_batch_size": 240,
+    "resume_from_checkpoint": "latest",
+}
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    method: str
+    rate: str
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        name = self.method.replace(" ", "_").replace(",", "")
+        return RUNS / f"{name}-{self.rate}-{self.seed}"
+
+    def command(self) -> list[str]:
+        """Returns the command line that trains it, or goes on with it."""
+        flags = TRAINING_FLAGS | {
+            "learning_rate": self.rate,
+            "seed": self.seed,
+            "output_dir": self.folder,
+        }
+        script, *own = COMMANDS[self.method]
+        shared = [f"--{name}={value}" for name, value in flags.items()]
+        return [sys.executable, str(ROOT / script), *own, *shared]
+
+    def is_done(self) -> bool:
+        return (self.folder / "summary.json").exists()
+
+    def has_reached_bar(self) -> bool:
+        """Returns whether it has been evaluated at the bar, and so tells something of the share."""
+        if not (self.folder / "metrics.jsonl").exists():
+            return False
+        return any(row["step"] >= BAR * ROLLOUTS and "eval" in row for row in self.rows())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the lines of its metrics: updates, and evaluations with the key `eval`."""
+        return read_metrics(self.folder)
+
+    def updates(self) -> list[dict[str, Any]]:
+        """Returns the lines of its updates."""
+        return [row for row in self.rows() if "reward" in row]
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def start(command: list[str], folder: Path) -> None:
+    """Runs a command on one core to its end. What it prints goes to the folder's log.txt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(folder / "log.txt", "a") as log:
+        subprocess.run(
+            command, cwd=ROOT, env=environment, check=False, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+def train(runs: list[Run], processes: int) -> None:
+    """Makes the runs that are missing, and says how much time is left."""
+    missing = [run for run in runs if not run.is_done()]
+    print(f"{len(runs)} runs, {len(missing)} to do", flush=True)
+    began = time.time()
+    with ThreadPoolExecutor(processes) as pool:
+        futures = {pool.submit(start, run.command(), run.folder): run for run in missing}
+        for done, future in enumerate(as_completed(futures), start=1):
+            run = futures[future]
+            state = "done" if run.is_done() else f"FAILED, see {run.folder / 'log.txt'}"
+            minutes = (time.time() - began) / done * (len(missing) - done) / 60
+            clock = time.strftime("%H:%M")
+            print(f"{clock} {run.folder.name} {state}; {minutes:.0f} min left", flush=True)
+
+
+def planned_runs() -> list[Run]:
+    """Returns all runs, the most telling ones first: an early stop leaves whole pairs."""
+    runs = [Run(method, RATE, SWEEP_SEED) for method in COMMANDS]
+    runs += [Run(method, rate, SWEEP_SEED) for rate in OTHER_RATES for method in COMMANDS]
+    runs += [Run(method, RATE, seed) for seed in SEEDS if seed != SWEEP_SEED for method in COMMANDS]
+    return runs
+
+
+# ---- The policy before training ------------------------------------------------------------------
+def evaluate_untrained() -> list[dict[str, Any]]:
+    """Returns accuracies of the policy before training, on 200 problems with 8 samples each."""
+    rows = []
+    for operations in (8, 5):
+        evaluations = {}
+        for temperature in (1.0, 0.3):
+            folder = RUNS / f"untrained-{operations}-{temperature}"
+            if not (folder / "summary.json").exists():
+                flags = {
+                    "model_name_or_path": POLICY,
+                    "dataset_config": operations,
+                    "max_completion_length": 170,
+                    "temperature": temperature,
+                    "max_steps": 0,
+                    "num_generations_eval": 8,
+                    "output_dir": folder,
+                }
+                words = [f"--{name}={value}" for name, value in flags.items()]
+                start([sys.executable, str(ROOT / "grpo_arca.py"), *words], folder)
+            evaluations[temperature] = read_metrics(folder)[0]["eval"]
+        rows.append(
+            {
+                "operations": operations,
+                "greedy": evaluations[1.0]["greedy_accuracy"],
+                "temperature_0.3": evaluations[0.3]["sampled_accuracy"],
+                "sampled": evaluations[1.0]["sampled_accuracy"],
+                "pass_at_8": evaluations[1.0]["pass@8"],
+            }
+        )
+    return rows
+
+
+# ---- Tables --------------------------------------------------------------------------------------
+def evaluation_rows(run: Run) -> list[dict[str, Any]]:
+    """Returns a line for each evaluation. Reward, entropy, the share of groups whose rewards are
+    all equal and the gradient's norm are means over the rollouts since the evaluation before."""
+    lines = []
+    since: list[dict[str, Any]] = []
+    for row in run.rows():
+        if "reward" in row:
+            since.append(row)
+        if row.get("eval"):
+            line = {
+                "method": run.method,
+                "rate": run.rate,
+                "seed": run.seed,
+                "rollout": row["step"],
+                "sampled": row["eval"]["sampled_accuracy"],
+                "greedy": row["eval"]["greedy_accuracy"],
+                "pass_at_4": row["eval"]["pass@4"],
+            }
+            for name in ("reward", "entropy", "zero_std_share", "grad_norm"):
+                # An oracle gives every row an advantage, and counts equal rewards by itself.
+                own = "constant_groups" if name == "zero_std_share" else name
+                values = [update.get(own, update[name]) for update in since]
+                line[name] = np.mean(values) if values else ""
+            lines.append(line)
+            since = []
+    return lines
+
+
+def stored_curves(runs: list[dict[str, str]], method: str, rate: str) -> dict[int, np.ndarray]:
+    """Returns the held-out sampled accuracies of each seed, one for each evaluation."""
+    curves: dict[int, list[float]] = {}
+    for row in runs:
+        if row["method"] == method and row["rate"] == rate:
+            curves.setdefault(int(row["seed"]), []).append(float(row["sampled"]))
+    return {seed: np.array(curve) for seed, curve in curves.items()}
+
+
+def first_place(places: np.ndarray, values: np.ndarray) -> float:
+    """Returns the first of the places whose value is 0 or more, infinity if there is none."""
+    reached = places[values >= 0]
+    return float(reached[0]) if len(reached) else float("inf")
+
+
+def share_of_rollouts(curves: np.ndarray, others: np.ndarray) -> tuple[float, float, float]:
+    """Returns the share of the rollouts after which curves [S, E] reach the end of the others
+    [S, O], and its 95% interval over the S paired seeds. Curves may be cut: E may be less than O.
+
+    At every place of the curves, the difference to the others' end has a paired t-interval. The
+    share is the first place where the mean is 0, its interval goes from the first place where the
+    upper limit is 0 to the first place where the lower one is.
+    """
+    count = curves.shape[1]
+    fine = np.linspace(0, count - 1, 1000 + 1)
+    inside = np.array([np.interp(fine, np.arange(count), curve) for curve in curves])
+    lead = inside - others[:, -1:]
+    limits = np.array([interval(column) for column in lead.T])
+    places = fine / (others.shape[1] - 1)
+    share = first_place(places, lead.mean(0))
+    return share, first_place(places, limits[:, 1]), first_place(places, limits[:, 0])
+
+
+def area(curves: np.ndarray) -> np.ndarray:
+    """Returns the mean height of each curve [S, E]."""
+    return (curves[:, 1:] + curves[:, :-1]).mean(1) / 2
+
+
+def table_row(runs: list[dict[str, str]], method: str, rate: str) -> dict[str, Any]:
+    """Returns a method's line of the table: its end, and what it has over GRPO at RATE."""
+    own = stored_curves(runs, method, rate)
+    other = stored_curves(runs, GRPO, RATE)
+    reached = sorted(own.keys() & other.keys())  # unfinished runs count for the share alone
+    seeds = [seed for seed in reached if len(own[seed]) == len(other[seed])]
+    curves = np.array([own[seed] for seed in seeds])
+    others = np.array([other[seed] for seed in seeds])
+    of_method = [row for row in runs if (row["method"], row["rate"]) == (method, rate)]
+    paired = [row for row in of_method if int(row["seed"]) in seeds]
+    seen = [row for row in paired if row["rollout"] != "0"]
+    last = [row for row in paired if row["rollout"] == str(ROLLOUTS)]
+    row: dict[str, Any] = {
+        "method": method,
+        "rate": rate,
+        "seeds": len(seeds),
+        "greedy_end": np.mean([float(line["greedy"]) for line in last]),
+        "pass_at_4_end": np.mean([float(line["pass_at_4"]) for line in last]),
+        "end": curves[:, -1].mean(),
+        "reward": np.mean([float(line["reward"]) for line in seen]),
+        "area": area(curves).mean(),
+    }
+    for name, difference in (
+        ("area", area(curves) - area(others)),
+        ("end", curves[:, -1] - others[:, -1]),
+    ):
+        low, high = interval(difference)
+        row |= {f"{name}_more": difference.mean(), f"{name}_low": low, f"{name}_high": high}
+    shortest = min(len(own[seed]) for seed in reached)
+    share, share_low, share_high = share_of_rollouts(
+        np.array([own[seed][:shortest] for seed in reached]),
+        np.array([other[seed] for seed in reached]),
+    )
+    return row | {
+        "share_seeds": len(reached),
+        "share": share,
+        "share_low": share_low,
+        "share_high": share_high,
+    }
+
+
+def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
+    """Saves a table; numbers have four digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        for row in rows:
+            shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
+            writer.writerow(shown)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def tabulate() -> None:
+    """Saves the runs that are done, a line for each method and rate, and the figure."""
+    lines = [
+        line for run in planned_runs() if run.has_reached_bar() for line in evaluation_rows(run)
+    ]
+    if not lines:
+        sys.exit("headroom.py: no run is done, so there is nothing to tabulate")
+    write_csv(lines, DATA / "runs.csv")
+    runs = read_csv(DATA / "runs.csv")
+    rows = [
+        table_row(runs, method, rate)
+        for rate in (RATE, *OTHER_RATES)
+        for method in COMMANDS
+        if stored_curves(runs, method, rate)
+    ]
+    write_csv(rows, DATA / "table.csv")
+    draw(runs, [row for row in rows if row["rate"] == RATE], DATA / "control.png")
+    for row in rows:
+        shown = [f"{k} {x:.3f}" if isinstance(x, float) else f"{x}" for k, x in row.items()]
+        print("  ".join(shown))
+
+
+def draw(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: Path) -> None:
+    """Saves the figure. Left: mean held-out curves. Right: the share of GRPO's rollouts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    colors = dict(zip(COMMANDS, COLORS, strict=True))
+    for place, row in enumerate(rows):
+        color = colors[row["method"]]
+        curves = list(stored_curves(runs, row["method"], row["rate"]).values())
+        longest = max(map(len, curves))
+        rollouts = np.linspace(0, ROLLOUTS, longest)
+        mean = np.mean([curve for curve in curves if len(curve) == longest], axis=0)
+        label = f"{row['method']} (finished seeds: {row['seeds']})"
+        left.plot(rollouts, mean, color=color, label=label, linewidth=2)
+        for curve in curves:
+            left.plot(rollouts[: len(curve)], curve, color=color, linewidth=0.5, alpha=0.5)
+        if row["method"] != GRPO:
+            ends = np.minimum([row["share_low"], row["share_high"]], 1.2)  # some never reach it
+            if row["share_seeds"] >= FEWEST_SEEDS:
+                right.plot(ends, [place, place], color=color, linewidth=3, alpha=0.5)
+            right.plot(min(row["share"], 1.2), place, "o", color=color, markersize=8)
+    left.set_title("Sampled accuracy, held-out chains of 8 operations", loc="left")
+    left.set_xlabel("rollouts of 16 completions")
+    left.set_ylim(0, 1)
+    left.legend(frameon=False, fontsize=8)
+    right.axvline(1, color="black", linewidth=1)
+    right.axvline(BAR, color="#888888", linewidth=1, linestyle="--")
+    right.set_yticks(range(len(rows)), [row["method"] for row in rows])
+    right.set_ylim(len(rows) - 0.5, 0.5)
+    right.set_xlim(0, 1.2)
+    right.set_title("Share of GRPO's rollouts to reach GRPO's end (bar: .8)", loc="left")
+    right.set_xlabel("with 95% interval over paired seeds; 1.2: not reached")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=1, help="runs at once, a core each")
+    parser.add_argument("--list", action="store_true", help="say which runs are done, and stop")
+    parser.add_argument("--tabulate", action="store_true", help="make no more runs")
+    args = parser.parse_args()
+    if args.list:
+        for run in planned_runs():
+            print("done" if run.is_done() else "    ", run.folder.name)
+        return
+    if not args.tabulate:
+        write_csv(evaluate_untrained(), DATA / "untrained.csv")
+        train(planned_runs(), args.processes)
+    tabulate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""results/headroom.py: its statistics by hand, and its published tables again from its runs."""
+
+from pathlib import Path
+
+import headroom as study
+import headroom_oracle
+import numpy as np
+import pytest
+import step_values
+import torch
+
+import grpo_arca as trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "results/data/headroom"
+
+
+def test_the_share_of_rollouts_of_curves_that_differ_by_a_constant():
+    """Without spread between the pairs the interval is the share itself."""
+    others = np.array([[0.0, 0.2, 0.4], [0.1, 0.3, 0.5]])
+    faster = others + 0.1
+    assert study.share_of_rollouts(faster, others) == pytest.approx((0.75, 0.75, 0.75), abs=2e-3)
+    assert study.share_of_rollouts(others, others) == pytest.approx((1, 1, 1))
+    assert study.share_of_rollouts(faster[:, :1], others) == (np.inf, np.inf, np.inf)  # cut
+    assert study.share_of_rollouts(others - 0.1, others) == (np.inf, np.inf, np.inf)
+
+
+def test_the_interval_of_the_share_is_where_the_limits_of_the_lead_are_zero():
+    others = np.array([[0.0, 0.5], [0.0, 0.6], [0.0, 0.7]])
+    curves = np.array([[0.0, 1.0], [0.0, 1.1], [0.0, 1.3]])
+    share, low, high = study.share_of_rollouts(curves, others)
+    for place, limit in ((low, 1), (high, 0)):
+        lead = curves[:, 1] * place - others[:, 1]
+        assert study.interval(lead)[limit] == pytest.approx(0, abs=3e-3)
+    assert (curves[:, 1] * share - others[:, 1]).mean() == pytest.approx(0, abs=2e-3)
+    assert low < share < high
+
+
+def test_step_rewards_count_every_claim_alike():
+    """Two right claims, then a wrong one; their rates are .5, .8 and .6."""
+    solution = step_values.Solution(2, [range(1, 3), range(4, 5), range(6, 7)], [], [])
+    values = {1: [0.24, 0.48, 0.6, 1.0]}
+    mask = torch.ones(1, 8, dtype=torch.bool)
+    unset = trainer.NOT_SET
+    batch = trainer.Batch(torch.tensor([4]), 0, unset, mask, unset, unset, unset)
+    found = headroom_oracle.step_reward_advantages({4: solution}, values, batch, 4)[0]
+    expected = torch.tensor([0, 0.5, 0.5, 0, 0.2, 0, -0.6, 0])
+    assert torch.allclose(found, expected * step_values.group_scale(0.24, 4))
+
+
+def test_the_published_table_is_that_of_the_published_runs():
+    runs = study.read_csv(DATA / "runs.csv")
+    for row in study.read_csv(DATA / "table.csv"):
+        again = study.table_row(runs, row["method"], row["rate"])
+        for name, value in again.items():
+            if isinstance(value, float):
+                assert float(row[name]) == pytest.approx(value, rel=1e-3, abs=1e-4), name
+            else:
+                assert row[name] == str(value)
+
+
+def as_shown(row: dict[str, str]) -> list[str]:
+    """Returns a line of the table as the page has it. Few seeds have no interval."""
+
+    def number(name: str) -> str:
+        value = float(row[name])
+        return f"{value:.2f}" if np.isfinite(value) else "never"
+
+    def signed(name: str) -> str:
+        return f"{float(row[name]):+.3f}"
+
+    cells = [row["method"], row["rate"], row["seeds"]]
+    cells += [number("greedy_end"), number("end"), number("pass_at_4_end")]
+    if row["method"] == study.GRPO and row["rate"] == study.RATE:
+        return [*cells, "", "", ""]
+    few = int(row["seeds"]) < study.FEWEST_SEEDS
+    for name in ("area", "end"):
+        limits = "" if few else f" ({signed(name + '_low')} to {signed(name + '_high')})"
+        cells.append(signed(name + "_more") + limits)
+    if int(row["share_seeds"]) >= study.FEWEST_SEEDS:
+        limits = f" ({number('share_low')} to {number('share_high')})"
+    else:
+        limits = ""
+    return [*cells, number("share") + limits]
+
+
+def test_the_page_has_the_numbers_of_the_tables():
+    page = (ROOT / "results/HEADROOM.md").read_text()
+    rows = [line.strip("| ") for line in page.splitlines() if line.startswith("|")]
+    table = [" | ".join(as_shown(row)) for row in study.read_csv(DATA / "table.csv")]
+    assert table and [row.strip("| ") for row in table] == [
+        row for row in rows if row.split(" | ")[0] in study.COMMANDS
+    ]
+    for row in study.read_csv(DATA / "untrained.csv"):
+        assert " | ".join(f"{float(x):g}" for x in row.values()) in rows
