@@ -1660,7 +1660,7 @@ def check_state(run: Run, folder: Path, state: dict[str, Any]) -> None:
         raise ValueError("its counts are damaged")
     if state["step"] > run.args.max_steps:
         raise ValueError("it is past --max_steps: raise that flag")
-    if max(counts) > run.args.max_steps + 1:
+    if max(counts) > run.args.max_steps + 1:  # the schedule counts one update more
         raise ValueError("its counts are damaged")
     named_step = folder.name.removeprefix("checkpoint-")
     if named_step.isdigit() and int(named_step) != state["step"]:

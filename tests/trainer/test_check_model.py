@@ -81,11 +81,11 @@ def check(folder: Path, module: ModuleType = trainer, **flags) -> trainer.Run:
     return run
 
 
-def refused(act: Callable[[], object], capsys) -> str:
-    """Returns the one sentence with which `act` ends the run."""
+def refused(capsys, act: Callable[..., object], *given, **flags) -> str:
+    """Returns the one sentence with which act(*given, **flags) ends the run."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        act()
+        act(*given, **flags)
     out, err = capsys.readouterr()
     sentences = [line for line in err.splitlines() if ": error: " in line]
     assert stop.value.code == 2 and not out and len(sentences) == 1, err
@@ -154,7 +154,7 @@ def test_impossible_numbers_are_named_with_their_function(
     fork_script, llama, capsys, changes, words
 ):
     module = fork_script(changes)
-    sentence = refused(lambda: check(llama, module, credit="surprisal"), capsys)
+    sentence = refused(capsys, check, llama, module, credit="surprisal")
     assert sentence.startswith("grpo_mine.py: error: ")
     assert all(word in sentence for word in words), sentence
 
@@ -176,7 +176,7 @@ def test_a_fault_of_the_models_own_code_is_a_sentence(fork_script, llama, capsys
         return forward(*inputs, **how)
 
     layer.forward = broken
-    sentence = refused(lambda: module.check_model(run, TRAIN_SET), capsys)
+    sentence = refused(capsys, module.check_model, run, TRAIN_SET)
     assert f"{llama} does not run here: IndexError: no such head" in sentence
 
 
@@ -194,7 +194,7 @@ def test_a_reward_function_that_raises_is_found_before_the_first_evaluation(
     sentences = [line for line in err.splitlines() if "error: " in line]
     assert code == 2 and not out and "Traceback" not in err and len(sentences) == 1, err
     assert "reward function pay" in sentences[0] and "KeyError('levels')" in sentences[0]
-    assert "pays_by_level.py" in sentences[0]
+    assert "in line 2 of" in sentences[0] and "pays_by_level.py" in sentences[0]
 
 
 # ---- Weights -------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ MISSING = {
 def test_missing_and_mismatched_weights_are_refused_by_name(copied, capsys, change):
     """Transformers would fill in random numbers."""
     change_weights(copied, change)
-    sentence = refused(lambda: check(copied), capsys)
+    sentence = refused(capsys, check, copied)
     assert str(copied) in sentence and MISSING[change] in sentence
 
 
@@ -253,8 +253,8 @@ def test_a_layer_of_another_shape_is_refused(copied, capsys):
     """Into 4 bits transformers takes it as it is, so that the first forward pass fails."""
     change_weights(copied, cut_a_layer)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert name in refused(lambda: check(copied, load_in_4bit=False), capsys)
-    assert f"{copied} does not run here" in refused(lambda: check(copied), capsys)
+    assert name in refused(capsys, check, copied, load_in_4bit=False)
+    assert f"{copied} does not run here" in refused(capsys, check, copied)
 
 
 def test_weights_that_the_class_leaves_out_are_refused_by_name(tmp_path, capsys):
@@ -263,7 +263,7 @@ def test_weights_that_the_class_leaves_out_are_refused_by_name(tmp_path, capsys)
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
-    sentence = refused(lambda: check(folder), capsys)
+    sentence = refused(capsys, check, folder)
     assert "LlamaForCausalLM leaves out" in sentence
     assert "model.layers.0.self_attn.k_norm.weight" in sentence
 
@@ -310,7 +310,7 @@ def test_weights_of_modules_that_the_model_does_not_have_may_be_left_out(copied)
 def test_targets_that_match_nothing_or_stand_beside_all_linear_are_refused(
     llama, capsys, names, culprit
 ):
-    sentence = refused(lambda: check(llama, lora_target_modules=names), capsys)
+    sentence = refused(capsys, check, llama, lora_target_modules=names)
     assert f" {culprit} " in sentence and str(llama) in sentence
 
 

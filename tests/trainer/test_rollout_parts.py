@@ -1,5 +1,6 @@
 """Parts of a rollout, and what goes with each row: samples, problems, streams, advantages."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -74,7 +75,8 @@ def test_join_batches_is_what_a_loop_does():
             real = part.attention[i]
             prompt = part.ids[i, : part.prompt_width][real[: part.prompt_width]].tolist()
             completion = part.ids[i, part.prompt_width :][part.mask[i]].tolist()
-            left, right = 9 - len(prompt), 15 - len(completion)
+            left = 9 - len(prompt)
+            right = 15 - len(completion)
             middle = [True] * (len(prompt) + len(completion))
             attention = [False] * left + middle + [False] * right
             assert joined.attention[row].tolist() == attention
@@ -118,7 +120,7 @@ def test_every_sample_of_every_problem_has_a_stream_of_its_own(
     for first, second in zip(used["sampled"], again["sampled"], strict=True):
         assert torch.equal(first, second)
 
-    expected = [(problem, draw) for problem in range(3) for draw in range(samples)]
+    expected = itertools.product(range(3), range(samples))
     for (problem, draw), row in zip(expected, used["sampled"], strict=True):
         stream = trainer.random_stream(run.args.seed, "eval", 0, problem, draw)
         assert torch.equal(row, torch.rand(4, generator=stream))
@@ -172,15 +174,18 @@ def test_problems_follow_their_rows_into_micro_batches(make_run):
     batch = numbered(random_batch())
     batch.advantages[2] = 0.0  # this row is left out
     (micros,) = trainer.micro_batches(run.args, batch)
-    found = [row for micro in micros for row in problem_rows(micro)]
-    assert found == [row for micro in micros for row in micro.rows.tolist()]
+    found = []
+    for micro in micros:
+        assert problem_rows(micro) == micro.rows.tolist()
+        found += problem_rows(micro)
     assert sorted(found) == [0, 1, 3, 4, 5, 6, 7] and found != sorted(found)
 
 
 def test_credit_sees_the_problem_of_each_row_of_a_rollout(run_main, monkeypatch):
     """In `token_scores` and in `assign_credit`: gold answers, columns and prompts."""
     seen = []
-    inner_scores, inner_assign = trainer.token_scores, trainer.assign_credit
+    inner_scores = trainer.token_scores
+    inner_assign = trainer.assign_credit
 
     def token_scores(run, micro, metrics):
         prompts = run.tokenizer.batch_decode(micro.ids[:, : micro.prompt_width])

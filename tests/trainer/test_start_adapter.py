@@ -27,7 +27,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_arca as trainer
 
-RANK, ALPHA, TARGETS = 4, 12, {"q_proj", "up_proj"}
+RANK = 4
+ALPHA = 12
+TARGETS = {"q_proj", "up_proj"}
 WEIGHTS = "adapter_model.safetensors"
 
 
