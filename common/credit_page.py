@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import unicodedata
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from common.problems import token_roles
+from common.data import token_roles, whole_prompt
 from common.reward import ACCURACY
 from common.run_log import finite_or_nan, format_number
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).with_name("credit_page.html")
 UNIFORM = "All weights are 1: the adapter has not moved yet, or the method is uniform."
+STRONGEST_TINT = 12  # the tints are numbered from 0
+FULL_TINT = 3.0  # the weight from which on a tint is the strongest
 
 Member = tuple["Batch", int]  # a completion: its micro-batch, and its row there
 
@@ -31,6 +34,7 @@ def write_credit_page(path: str, title: str, samples: list[dict[str, Any]]) -> N
     A group is a dict of
 
         prompt, answer   texts
+        earlier          optional: the messages before the prompt, as dicts with role and content
         step             the number of updates before it
         completions      dicts with reward, advantage, truncated and tokens, which are dicts with
                          text, weight (1 is the completion's mean), entropy (nats), logp and
@@ -51,14 +55,69 @@ def write_credit_page(path: str, title: str, samples: list[dict[str, Any]]) -> N
     )
     environment.filters["real"] = finite_or_nan
     environment.filters["number"] = format_number
+    environment.filters["tints"] = tints
+    environment.filters["falls"] = entropy_falls
     environment.tests["above"] = has_positive_advantage
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    page = template.render(title=title, groups=samples)
+    all_uniform = bool(samples)
+    for group in samples:
+        all_uniform = all_uniform and has_uniform_weights(group["completions"])
+    page = template.render(title=title, groups=samples, all_uniform=all_uniform)
     Path(path).write_text(page, encoding="utf-8", newline="\n")
 
 
 def has_positive_advantage(completion: dict[str, Any]) -> bool:
     return finite_or_nan(completion["advantage"]) > 0
+
+
+def tints(tokens: list[dict[str, Any]]) -> list[str]:
+    """Returns the style classes of each token of a completion: how strong its tints are.
+
+    "k4 u0 h12" stands for a tint of 4 twelfths by its weight, of none by its surprisal, and for the
+    strongest by the fall of its entropy. These are the weights of `--credit surprisal` and
+    `--credit entropy_reduction`.
+    """
+    surprisals = as_weights([-finite_or_nan(token["logp"]) for token in tokens])
+    falls = as_weights(entropy_falls(tokens))
+    classes = []
+    for token, surprisal, fall in zip(tokens, surprisals, falls, strict=True):
+        weight = finite_or_nan(token["weight"])
+        classes.append(f"k{tint(weight)} u{tint(surprisal)} h{tint(fall)}")
+    return classes
+
+
+def tint(weight: float) -> int:
+    """Returns the number of the tint of a weight; that of NaN is 0."""
+    if math.isnan(weight):
+        return 0
+    number = round(weight / FULL_TINT * STRONGEST_TINT)
+    return max(0, min(number, STRONGEST_TINT))
+
+
+def entropy_falls(tokens: list[dict[str, Any]]) -> list[float]:
+    """Returns how much lower the entropy of the next token is: 0 where it is not, and at the end.
+
+    NaN if one of the two is unknown.
+    """
+    entropies = [finite_or_nan(token["entropy"]) for token in tokens]
+    falls = []
+    for i in range(len(entropies)):
+        is_last = i == len(entropies) - 1
+        fall = 0.0 if is_last else entropies[i] - entropies[i + 1]
+        falls.append(0.0 if fall < 0 else fall)
+    return falls
+
+
+def as_weights(scores: list[float]) -> list[float]:
+    """Returns the scores of a completion over their mean, as `normalize` in grpo_arca.py does.
+
+    NaN counts as 0.
+    """
+    known = [0.0 if math.isnan(score) else score + 1e-8 for score in scores]
+    mean = sum(known) / max(1, len(known))
+    if mean <= 0:
+        return known
+    return [score / mean for score in known]
 
 
 def visible(value: object) -> str:
@@ -107,11 +166,10 @@ def credit_group(run: Run, micros: list[Batch]) -> list[dict]:
         num_right = sum(reward_of(member) > 0 for member in members)
     batch, i = members[0]
     problem = batch.problems[i]
-    prompt = problem.prompt
-    if not isinstance(prompt, str):
-        prompt = prompt[-1]["content"]
+    messages = whole_prompt(problem.prompt, run.args.system_prompt)
     group = {
-        "prompt": prompt,
+        "prompt": messages[-1]["content"],
+        "earlier": messages[:-1],
         "answer": problem.answer,
         "step": run.step,
         "size": size,
@@ -132,8 +190,9 @@ def reward_of(member: Member) -> float:
 def has_uniform_weights(completions: list[dict[str, Any]]) -> bool:
     """Returns whether all tokens have the weight 1."""
     for completion in completions:
-        if any(abs(token["weight"] - 1) > 1e-6 for token in completion["tokens"]):
-            return False
+        for token in completion["tokens"]:
+            if not abs(finite_or_nan(token["weight"]) - 1) <= 1e-6:  # true for NaN
+                return False
     return True
 
 

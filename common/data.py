@@ -41,7 +41,7 @@ __all__ = [
     "Chain", "DataError", "Operation", "Problem", "chain_problems", "completions_of",
     "correctness", "encode_prompt", "final_answer", "first_error", "grade_batch", "load_data",
     "load_problems", "parse_rows", "problem_at", "random_chain", "read_split", "reward_batch",
-    "stated_results", "token_roles",
+    "stated_results", "token_roles", "whole_prompt",
 ]  # fmt: skip
 
 EMBEDDED = "chain_arithmetic"
@@ -243,6 +243,14 @@ def check_prompt_size(prompt: str | list[dict], row: str) -> None:
 def as_messages(prompt: str | list[dict[str, str]]) -> list[dict[str, str]]:
     """Returns a prompt as chat messages: a text is one of the user."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def whole_prompt(prompt: str | list, system_prompt: str | None) -> list[dict[str, str]]:
+    """Returns all messages of a prompt, the system message first if there is one."""
+    messages = as_messages(prompt)
+    if system_prompt:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
 
 
 def pick_column(present: Sequence[str], named: str | None, known: Sequence[str], flag: str) -> str:
@@ -454,9 +462,7 @@ def encode_prompt(
     Where a tokenizer has no template, they are those of the text as it is. Nothing is appended to
     it, because it may end in "Answer:" or in a newline.
     """
-    messages = as_messages(prompt)
-    if system_prompt:
-        messages.insert(0, {"role": "system", "content": system_prompt})
+    messages = whole_prompt(prompt, system_prompt)
     if not tokenizer.chat_template:
         text = "\n\n".join(message["content"] for message in messages)
         return tokenizer(text).input_ids

@@ -428,12 +428,13 @@ def group_of(
     size: int = GROUP_SIZE,
     problem: Problem = PROBLEM,
     rewards: tuple = ("accuracy_reward",),
+    system_prompt: str | None = None,
 ) -> dict:
     def decode(ids: list[int]) -> str:
         return f"<{ids[0]}>"
 
     tokenizer = SimpleNamespace(decode=decode)
-    args = SimpleNamespace(num_generations=size)
+    args = SimpleNamespace(num_generations=size, system_prompt=system_prompt)
     functions = dict.fromkeys(rewards, (None, 1.0))
     run = SimpleNamespace(args=args, tokenizer=tokenizer, step=3, reward_funcs=functions)
     for batch in micros:
@@ -448,7 +449,7 @@ def summary_of(tmp_path: Path, group: dict) -> tuple[str, list[str]]:
     write_credit_page(str(tmp_path / "credit.html"), "t", [group])
     raw = (tmp_path / "credit.html").read_text(encoding="utf-8")
     heads = re.findall(r"<h3>([^<]*) <b>(\d+)</b></h3>", raw)
-    return re.search("<summary>(.*)</summary>", raw)[1], [f"{n} {count}" for n, count in heads]
+    return re.search("<summary>(Step .*)</summary>", raw)[1], [f"{n} {count}" for n, count in heads]
 
 
 def test_credit_group_counts_the_whole_group_and_shows_four(tmp_path):
@@ -461,9 +462,45 @@ def test_credit_group_counts_the_whole_group_and_shows_four(tmp_path):
     assert [len(c["tokens"]) for c in group["completions"]] == [1, 2, 1, 3]
     summary, heads = summary_of(tmp_path, group)
     assert summary == "Step 3 · 2 of 8 correct, 4 shown" and heads == ["Correct 2", "Wrong 2"]
-    small = group_of(micro([0, 1, 2], [0, 1, 0.0]), size=3, problem=Problem([{"content": "q"}], ""))
-    assert small["prompt"] == "q" and [c["reward"] for c in small["completions"]] == [1, 0, 0]
+    small = group_of(micro([0, 1, 2], [0, 1, 0.0]), size=3, problem=Problem(CHAT, ""))
+    assert small["prompt"] == "q\ud800" and [c["reward"] for c in small["completions"]] == [1, 0, 0]
     assert summary_of(tmp_path, small)[0] == "Step 3 · 1 of 3 correct"
+
+
+EXAMPLE = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2."}]
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+EARLIER = {  # the messages before a prompt -> what opens them
+    "System message": SYSTEM,
+    "2 messages before this one": EXAMPLE,
+    "System message and 2 more messages before this one": SYSTEM + EXAMPLE,
+}
+
+
+@pytest.mark.parametrize("opener", EARLIER)
+def test_the_messages_before_a_prompt_can_be_opened(tmp_path, opener):
+    messages = EARLIER[opener]
+    given = [message for message in messages if message not in SYSTEM]
+    problem = Problem([*given, {"role": "user", "content": "q"}], "7")
+    system_prompt = SYSTEM[0]["content"] if SYSTEM[0] in messages else None
+    batch = micro([0, 1, 2], [0, 1, 0.0])
+    group = group_of(batch, size=3, problem=problem, system_prompt=system_prompt)
+    assert group["prompt"] == "q" and group["earlier"] == messages
+    write_credit_page(str(tmp_path / "credit.html"), "t", [group])
+    page = Page(tmp_path / "credit.html")
+    pairs = list(zip(page.opened, page.blocks, strict=True))
+    start = pairs.index((("details", [("class", "earlier")]), ""))
+    assert pairs[start + 1] == (("summary", []), opener)
+    shown = [text for (tag, _), text in pairs[start:] if tag in ("h3", "div")]
+    expected = itertools.chain.from_iterable((m["role"], m["content"]) for m in messages)
+    assert shown[: 2 * len(messages) + 2] == [*expected, "Prompt", "q"]
+
+
+def test_a_text_alone_has_no_messages_to_open(tmp_path):
+    group = group_of(micro([0, 1, 2], [0, 1, 0.0]), size=3)
+    assert group["earlier"] == []
+    write_credit_page(str(tmp_path / "credit.html"), "t", [group])
+    opened = Page(tmp_path / "credit.html").opened
+    assert ("details", [("class", "earlier")]) not in opened
 
 
 def test_credit_group_may_be_in_part_elsewhere(tmp_path):
@@ -765,7 +802,7 @@ HOSTILE = {  # text -> what the reader must see
     "  two\tspaces\r\u2028": "  two␉spaces␍<U+2028>",
     "naïve 日本語 عربى 🙂\u00a0\u3000∑": None,
 }
-TOKEN_ATTRIBUTES = ["class", "tabindex", "data-t", "data-w", "data-a", "data-h", "data-l"]
+TOKEN_ATTRIBUTES = ["class", "tabindex", *(f"data-{name}" for name in "twahfl")]
 
 
 class Page(HTMLParser):
@@ -804,7 +841,7 @@ def page_of(tmp_path: Path, texts: list[str], title: str = "t", **token: object)
     tokens = [{"text": t, "weight": 1.0, "entropy": 0.5, "logp": -0.5} | token for t in texts]
     groups = [
         {
-            "prompt": text, "answer": text, "step": 3,
+            "earlier": [{"role": text, "content": text}], "prompt": text, "answer": text, "step": 3,
             "completions": [
                 {"reward": 1.0, "advantage": 0.7, "truncated": False, "tokens": tokens},
                 {"reward": 0.0, "advantage": -0.7, "truncated": True, "tokens": tokens},
@@ -828,9 +865,10 @@ def test_page_takes_no_markup_from_text_and_shows_all_of_it(tmp_path):
             assert [name for name, _ in attrs] == TOKEN_ATTRIBUTES
             attrs, expected = ([a for a in side if a[0] != "data-t"] for side in (attrs, expected))
         assert attrs == expected, tag
-    for text, seen in HOSTILE.items():  # prompt, answer, and a token in 2 completions a group
+    # An earlier message and its role, prompt, answer, and a token in 2 completions a group
+    for text, seen in HOSTILE.items():
         count = page.blocks.count(seen or text)
-        assert count == 2 + 2 * len(HOSTILE), text
+        assert count == 4 + 2 * len(HOSTILE), text
         assert (seen or text)[:20] in {token["data-t"][:20] for token, _ in page.tokens()}
     raw = (tmp_path / "credit.html").read_text(encoding="utf-8")
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u200b-\u200f\u2028-\u202e\u2066-\u2069]", raw)
@@ -853,25 +891,80 @@ def test_page_tints_by_weight_and_signs_by_advantage(tmp_path):
         return page_of(tmp_path, [" a\n"], weight=weight).tokens()[0]
 
     expected = {0.0: "k0", 1.0: "k4", 2.0: "k8", 3.0: "k12", 50.0: "k12", -1.0: "k0"}
-    assert {weight: token(weight)[0]["class"] for weight in expected} == expected
+    rest = "u4 h4"  # a lone token is as surprising as the mean
+    classes = {weight: token(weight)[0]["class"] for weight in expected}
+    assert classes == {weight: f"{tint} {rest}" for weight, tint in expected.items()}
     attributes, text = token(2.0)
     assert text == " a↵\n" and attributes["data-t"] == " a↵" and attributes["tabindex"] == "0"
-    shown = [attributes[f"data-{name}"] for name in "wahl"]
-    assert shown == ["2.00", "+1.40", "0.50", "-0.50"]
+    shown = [attributes[f"data-{name}"] for name in "wahfl"]
+    assert shown == ["2.00", "+1.40", "0.50", "0.00", "-0.50"]
     page = page_of(tmp_path, ["a"], role="decisive")
-    assert [t["class"] for t, _ in page.tokens()] == ["k4 d", "k4 d"]
-    assert page_of(tmp_path, ["a"], role="first_wrong").tokens()[0][0]["class"] == "k4 f"
+    assert [t["class"] for t, _ in page.tokens()] == [f"k4 {rest} d"] * 2
+    page = page_of(tmp_path, ["a"], role="first_wrong")
+    assert page.tokens()[0][0]["class"] == f"k4 {rest} f"
     page = page_of(tmp_path, ["a"], role='"><script>')
-    assert page.tokens()[0][0]["class"] == "k4" and "<script>" not in page.text
+    assert page.tokens()[0][0]["class"] == f"k4 {rest}" and "<script>" not in page.text
     articles = [dict(attrs)["class"] for tag, attrs in page.opened if tag == "article"]
     assert articles == ["pos", "neg"]
+
+
+def checked_switch(page: Page) -> str:
+    inputs = [dict(attrs) for tag, attrs in page.opened if tag == "input"]
+    assert [switch["id"] for switch in inputs] == ["weight", "surprisal", "fall"]
+    assert {switch["name"] for switch in inputs} == {"tint"}
+    (checked,) = [switch["id"] for switch in inputs if "checked" in switch]
+    return checked
+
+
+def test_page_can_tint_by_surprisal_and_fall_of_entropy(tmp_path):
+    """They are what two methods of grpo_arca.py make of the same completion."""
+    logps = [-1.0, -0.5, -2.5, 0.0]
+    entropies = [0.5, 0.9, 0.1, 0.1]
+    tokens = []
+    for logp, entropy in zip(logps, entropies, strict=True):
+        tokens.append({"text": "a", "weight": 2.0, "entropy": entropy, "logp": logp})
+    completion = {"reward": 1.0, "advantage": 0.7, "truncated": False, "tokens": tokens}
+    group = {"prompt": "p", "answer": "a", "step": 0, "completions": [completion]}
+    write_credit_page(str(tmp_path / "credit.html"), "t", [group])
+    shown = [token for token, _ in Page(tmp_path / "credit.html").tokens()]
+    assert [token["data-f"] for token in shown] == ["0.00", "0.80", "0.00", "0.00"]
+
+    mask = torch.ones(1, 4).bool()
+    batch = SimpleNamespace(
+        sampled_logp=torch.tensor([logps]), entropy=torch.tensor([entropies]), mask=mask
+    )
+    weights = {}
+    for credit in ("surprisal", "entropy_reduction"):
+        run = SimpleNamespace(args=SimpleNamespace(credit=credit))
+        scores = grpo_arca.token_scores(run, batch, {})
+        weights[credit] = grpo_arca.normalize(scores, mask, 1.0)[0].tolist()
+    pairs = zip(weights["surprisal"], weights["entropy_reduction"], strict=True)
+    levels = [(min(round(4 * a), 12), min(round(4 * b), 12)) for a, b in pairs]
+    assert [token["class"] for token in shown] == [f"k8 u{a} h{b}" for a, b in levels]
+    assert len(set(levels)) == 4
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_page_without_credit_begins_with_surprisal(tmp_path, weight):
+    page = page_of(tmp_path, ["a"], weight=weight)
+    assert checked_switch(page) == ("surprisal" if weight == 1 else "weight")
+    assert ("train with grpo_arca.py --credit arca" in page.text) == (weight == 1)
+    write_credit_page(str(tmp_path / "credit.html"), "t", [])
+    assert checked_switch(Page(tmp_path / "credit.html")) == "weight"
+
+
+def test_page_explains_its_words(tmp_path):
+    page = page_of(tmp_path, ["a"])
+    pairs = zip(page.opened, page.blocks, strict=True)
+    words = [text for (tag, _), text in pairs if tag == "dt"]
+    assert {"decisive", "first wrong", "advantage", "weight", "entropy"} <= set(words)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
 def test_page_survives_numbers_that_are_not(tmp_path, value):
     page = page_of(tmp_path, ["a"], weight=value, entropy=value, logp=value)
     token = page.tokens()[0][0]
-    assert token["class"] == "k0"
+    assert token["class"].startswith("k0 u0 ")
     assert {token[f"data-{name}"] for name in "wahl"} == {"n/a"}
     completion = {"reward": value, "advantage": value, "truncated": False, "tokens": []}
     group = {"prompt": "p", "answer": "a", "step": 0, "completions": [completion]}

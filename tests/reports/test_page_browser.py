@@ -93,10 +93,14 @@ class Dom(HTMLParser):
 
 
 def write(path: Path, texts: list[str], title: str) -> None:
-    """Each text as prompt, answer, note and token of a page; the title is hostile as well."""
+    """Each text as message, prompt, answer, note and token; the title is hostile as well."""
     tokens = [{"text": t, "weight": 1.0, "entropy": 0.5, "logp": -0.5, "role": t} for t in texts]
     facts = {"reward": 1.0, "advantage": 0.7, "truncated": False, "tokens": tokens}
-    groups = [{"prompt": t, "answer": t, "step": t, "note": t, "completions": []} for t in texts]
+    groups = []
+    for text in texts:
+        earlier = [{"role": text, "content": text}]
+        group = {"earlier": earlier, "prompt": text, "answer": text, "step": text, "note": text}
+        groups.append(group | {"completions": []})
     groups[0]["completions"] = [facts]
     credit_page.write_credit_page(str(path), title, groups)
 
@@ -128,10 +132,9 @@ def test_hostile_text_is_shown_and_runs_nothing(tmp_path, monkeypatch, policy):
     assert dom.texts("title") == dom.texts("h1") == [PAYLOADS[2]]  # nothing has set it
     assert dom.texts("i", ("tabindex", "0")) == list(SEEN.values())
     shown = dom.texts("div", ("class", "text"))
-    assert sorted(shown) == sorted([*SEEN.values()] * 2 + ["".join(SEEN.values())])
-    assert [t.split("Step ")[1] for t in dom.texts("summary")] == [
-        f"{seen} · {int(i == 0)} completions" for i, seen in enumerate(SEEN.values())
-    ]
+    assert sorted(shown) == sorted([*SEEN.values()] * 3 + ["".join(SEEN.values())])
+    heads = [t.split("Step ")[1] for t in dom.texts("summary") if "Step " in t]
+    assert heads == [f"{seen} · {int(i == 0)} completions" for i, seen in enumerate(SEEN.values())]
     assert dom.texts("p", ("class", "note")) == list(SEEN.values())
     tips = [attrs["data-t"] for _, attrs, _ in dom.elements if "data-t" in attrs]
     assert [tip[:20] for tip in tips] == [seen[:20] for seen in SEEN.values()]
