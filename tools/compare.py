@@ -6,7 +6,8 @@
 
 Runs that differ in the seed alone (or in where they write and on what they run) are one group.
 Left, the mean reward of a group's runs, smoothed, and the range of single runs. Right, held-out
-sampled accuracy after the last step: a dot a run, a bar at the mean. Below, what the groups are.
+sampled accuracy after the last step: a dot a run, a bar at the mean. A group is called by its
+folders and by what tells it from the other groups.
 """
 
 import argparse
@@ -46,6 +47,7 @@ SAME_ANYWAY = {
     "save_total_limit",
     "eval_steps",
     "per_device_eval_batch_size",
+    "per_device_rollout_batch_size",
     "gradient_checkpointing",
     "torch_compile",
     "rollout_weights",
@@ -102,31 +104,35 @@ def read_run(folder: Path) -> tuple[dict[str, Any], Run]:
     return config, Run(rewards, accuracies[config["max_steps"]])
 
 
-def differs(config: dict[str, Any], other: dict[str, Any], name: str) -> bool:
-    """Whether two runs differ in a flag.
+def differences(config: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
+    """Returns "flag value" for each flag in which a group differs from any other one.
 
-    A flag that only one of two scripts has, such as a method's own, tells nothing.
+    A flag that the other one does not have, such as a method's own, tells nothing.
     """
-    is_same_script = other["script"] == config["script"]
-    absent = None if is_same_script else config[name]
-    return other.get(name, absent) != config[name]
+    found = []
+    for name, value in sorted(config.items()):
+        if any(name in other and other[name] != value for other in others):
+            shown = " ".join(map(str, value)) if isinstance(value, list) else value
+            found.append(f"{name} {shown}")
+    return found
 
 
-def label(config: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """Returns what tells a group from the others: script, credit and the flags that differ."""
-    parts = [str(config["credit"])]
-    if any(other["script"] != config["script"] for other in others):
-        parts.insert(0, config["script"])
-    names = sorted(config.keys() - {"credit", "script"})
-    telling = [name for name in names if any(differs(config, other, name) for other in others)]
-    parts += [f"{name}={config[name]}" for name in telling]
-    return " ".join(parts)
+def folder_names(folders: list[Path], all_folders: list[Path]) -> str:
+    """Returns what a group's folders are called, the first and the number of others.
+
+    A folder has its whole path where another one of the picture has its name.
+    """
+    first = folders[0]
+    namesakes = [folder for folder in all_folders if folder.resolve().name == first.resolve().name]
+    name = first.resolve().name if len(namesakes) == 1 else str(first)
+    return name if len(folders) == 1 else f"{name} and {len(folders) - 1} more"
 
 
 def groups_of(folders: list[Path]) -> dict[str, list[Run]]:
-    """Returns the runs of each group by its label."""
+    """Returns the runs of each group by its label: its folders, and what differs."""
     configs: dict[str, dict[str, Any]] = {}
     runs: dict[str, list[Run]] = {}
+    folders_of: dict[str, list[Path]] = {}
     for folder in folders:
         try:
             config, run = read_run(folder)
@@ -137,9 +143,16 @@ def groups_of(folders: list[Path]) -> dict[str, list[Run]]:
         key = json.dumps(config, sort_keys=True)
         configs[key] = config
         runs.setdefault(key, []).append(run)
+        folders_of.setdefault(key, []).append(folder)
+
     groups: dict[str, list[Run]] = {}
+    drawn = [folder for members in folders_of.values() for folder in members]
     for key, config in configs.items():
-        groups.setdefault(label(config, list(configs.values())), []).extend(runs[key])
+        label = folder_names(folders_of[key], drawn)
+        telling = differences(config, list(configs.values()))
+        if telling:
+            label = f"{label}: {', '.join(telling)}"
+        groups[label] = runs[key]
     return groups
 
 
@@ -180,11 +193,12 @@ def draw_rewards(axes: Any, runs: list[Run], name: str, color: str, dashes: str)
 
 
 def draw_accuracies(axes: Any, place: int, runs: list[Run], name: str, color: str) -> None:
-    """Draws a dot for each run of a group and a bar at their mean, below the group's name."""
+    """Draws a dot for each run of a group and a bar at the mean of several, below its name."""
     accuracies = [run.accuracy for run in runs]
     axes.plot(accuracies, [place] * len(runs), "o", color=color, alpha=0.6)
-    mean = np.mean(accuracies)
-    axes.plot([mean, mean], [place - 0.2, place + 0.2], color=color, linewidth=3)
+    if len(runs) > 1:
+        mean = np.mean(accuracies)
+        axes.plot([mean, mean], [place - 0.2, place + 0.2], color=color, linewidth=3)
     axes.text(
         0.01,
         place - 0.25,
@@ -213,8 +227,12 @@ def draw(groups: dict[str, list[Run]], output: str) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     left.locator_params(axis="x", integer=True)
-    left.set_xlabel("step (band: from the lowest to the highest run)")
-    right.set_xlabel("a dot for each run, a bar at their mean")
+    if any(len(runs) > 1 for runs in groups.values()):
+        left.set_xlabel("step (band: from the lowest to the highest run)")
+        right.set_xlabel("sampled accuracy: a dot for each run, a bar at their mean")
+    else:
+        left.set_xlabel("step")
+        right.set_xlabel("sampled accuracy")
     right.set_yticks(range(len(names)), [""] * len(names))
     right.tick_params(axis="y", length=0)
     right.set_ylim(len(names) - 0.5, -0.8)

@@ -53,14 +53,15 @@ def test_runs_that_differ_only_in_the_seed_are_one_group(tmp_path) -> None:
     for credit in ("arca", "uniform"):
         runs += [fake_run(tmp_path, "grpo_arca", credit, seed) for seed in (1, 2, 3)]
     groups = compare.groups_of(runs)
-    assert list(groups) == ["arca", "uniform"]
+    arca = "grpo_arca-arca-1 and 2 more: credit arca"
+    assert list(groups) == [arca, "grpo_arca-uniform-1 and 2 more: credit uniform"]
     for members in groups.values():
         assert [run.accuracy for run in members] == pytest.approx([0.6, 0.7, 0.8])
         assert [len(run.rewards) for run in members] == [STEPS] * 3
-    assert groups["arca"][1].rewards[:2] == pytest.approx([0.21, 0.22])
+    assert groups[arca][1].rewards[:2] == pytest.approx([0.21, 0.22])
 
 
-def test_labels_name_what_differs_and_nothing_else(tmp_path) -> None:
+def test_a_label_is_the_folder_and_what_differs_and_nothing_else(tmp_path) -> None:
     runs = [
         fake_run(tmp_path, "grpo_arca", "arca", 1, sharpening=1.0),
         fake_run(tmp_path, "grpo_arca", "arca", 1, sharpening=2.0),
@@ -68,18 +69,39 @@ def test_labels_name_what_differs_and_nothing_else(tmp_path) -> None:
         fake_run(tmp_path, "grpo_oar", "uniform", 1, learning_rate=0.001),
     ]
     assert list(compare.groups_of(runs)) == [
-        "grpo_arca arca learning_rate=0.004 sharpening=1.0",
-        "grpo_arca arca learning_rate=0.004 sharpening=2.0",
-        "grpo_oar oar_g learning_rate=0.004",
-        "grpo_oar uniform learning_rate=0.001",
+        "grpo_arca-arca-1-1.0: credit arca, learning_rate 0.004, script grpo_arca, sharpening 1.0",
+        "grpo_arca-arca-1-2.0: credit arca, learning_rate 0.004, script grpo_arca, sharpening 2.0",
+        "grpo_oar-oar_g-1: credit oar_g, learning_rate 0.004, script grpo_oar",
+        "grpo_oar-uniform-1-0.001: credit uniform, learning_rate 0.001, script grpo_oar",
     ]
-    assert list(compare.groups_of(runs[2:3])) == ["oar_g"]
+    assert list(compare.groups_of(runs[2:3])) == ["grpo_oar-oar_g-1"]
+    assert list(compare.groups_of(runs[:2])) == [
+        "grpo_arca-arca-1-1.0: sharpening 1.0",
+        "grpo_arca-arca-1-2.0: sharpening 2.0",
+    ]
+    change_config(runs[0], reward_funcs=["accuracy_reward", "my.short"])
+    change_config(runs[1], reward_funcs=["accuracy_reward"])
+    assert list(compare.groups_of(runs[:2]))[0].endswith(
+        "-1.0: reward_funcs accuracy_reward my.short, sharpening 1.0"
+    )
+
+
+def test_folders_of_one_name_are_told_apart_by_their_paths(tmp_path, monkeypatch) -> None:
+    runs = [fake_run(tmp_path / place, "x", "a", 1, 20, rate=0.1) for place in ("b", "c")]
+    change_config(runs[1], rate=0.2)
+    name = runs[0].name
+    assert list(compare.groups_of(runs)) == [f"{runs[0]}: rate 0.1", f"{runs[1]}: rate 0.2"]
+    monkeypatch.chdir(runs[0])
+    assert list(compare.groups_of([Path(".")])) == [name]
 
 
 def test_a_flag_that_another_script_lacks_is_no_difference(tmp_path) -> None:
     arca = fake_run(tmp_path, "grpo_arca", "arca", 1, sharpening=1.0)
     oar = fake_run(tmp_path, "grpo_oar", "oar_g", 1)
-    assert list(compare.groups_of([arca, oar])) == ["grpo_arca arca", "grpo_oar oar_g"]
+    assert list(compare.groups_of([arca, oar])) == [
+        "grpo_arca-arca-1-1.0: credit arca, script grpo_arca",
+        "grpo_oar-oar_g-1: credit oar_g, script grpo_oar",
+    ]
 
 
 def test_a_run_of_an_older_version_is_a_group_of_its_own(tmp_path) -> None:
@@ -90,7 +112,7 @@ def test_a_run_of_an_older_version_is_a_group_of_its_own(tmp_path) -> None:
     config = json.loads((older / "config.json").read_text())
     del config["environment"], config["sharpening"]
     (older / "config.json").write_text(json.dumps(config))
-    assert list(compare.groups_of([run, older])) == ["arca sharpening=1.0", "arca"]
+    assert list(compare.groups_of([run, older])) == [run.name, older.name]
 
 
 def batch_run(
@@ -116,13 +138,14 @@ def test_where_a_run_writes_and_on_what_it_runs_is_no_difference(tmp_path) -> No
         batch_run(tmp_path, 6, (32, 4, 4), gradient_checkpointing="?"),
         batch_run(tmp_path, 7, (32, 4, 4), num_processes="?"),
         batch_run(tmp_path, 8, (32, 4, 4), per_device_eval_batch_size="?"),
+        batch_run(tmp_path, 9, (32, 4, 4), per_device_rollout_batch_size="?"),
     ]
     assert [len(members) for members in compare.groups_of(runs).values()] == [len(runs)]
     others = [batch_run(tmp_path, 98, (32, 4, 8)), batch_run(tmp_path, 99, (16, 4, 4))]
     assert list(compare.groups_of([*runs, *others])) == [
-        "a completions_per_update=128 updates_per_rollout=1.0",
-        "a completions_per_update=128 updates_per_rollout=2.0",
-        "a completions_per_update=64 updates_per_rollout=1.0",
+        f"{runs[0].name} and 8 more: completions_per_update 128, updates_per_rollout 1.0",
+        f"{others[0].name}: completions_per_update 128, updates_per_rollout 2.0",
+        f"{others[1].name}: completions_per_update 64, updates_per_rollout 1.0",
     ]
 
 
@@ -152,7 +175,10 @@ def test_each_group_has_its_line_band_and_dots(tmp_path, drawn) -> None:
     for credit in ("a", "b"):
         runs += [fake_run(tmp_path, "x", credit, seed) for seed in (1, 2, 3)]
     figure, left, right = drawn(runs)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1  a", "2  b"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "1  x-a-1 and 2 more: credit a",
+        "2  x-b-1 and 2 more: credit b",
+    ]
     steps, rewards = left.lines[0].get_data()
     assert list(steps) == list(range(2, 20))  # a window of 3 steps
     assert rewards == pytest.approx(0.01 * steps + 0.2)
@@ -162,6 +188,12 @@ def test_each_group_has_its_line_band_and_dots(tmp_path, drawn) -> None:
     mean = right.lines[1]
     assert list(dots.get_xdata()) == pytest.approx([0.6, 0.7, 0.8])
     assert list(mean.get_xdata()) == pytest.approx([0.7, 0.7])
+
+
+def test_a_lone_run_is_a_dot_and_the_axes_speak_of_no_others(tmp_path, drawn) -> None:
+    _, left, right = drawn([fake_run(tmp_path, "x", credit, 1) for credit in ("a", "b")])
+    assert [list(line.get_xdata()) for line in right.lines] == [[0.6], [0.6]]
+    assert (left.get_xlabel(), right.get_xlabel()) == ("step", "sampled accuracy")
 
 
 def test_long_names_stand_below_the_panels_and_within_the_picture(tmp_path, drawn) -> None:
@@ -196,7 +228,9 @@ def test_a_picture_of_any_runs_goes_to_the_current_folder(tmp_path) -> None:
         runs += [fake_run(tmp_path / "runs", "x", credit, seed) for seed in (1, 2, 3)]
     done = draw(tmp_path, *runs)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "compare.png\n1  a\n2  $^{_{ $\n"
+    assert done.stdout == (
+        "compare.png\n1  x-a-1 and 2 more: credit a\n2  x-$^{_{ $-1 and 2 more: credit $^{_{ $\n"
+    )
     assert (tmp_path / "compare.png").read_bytes().startswith(PNG)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.png", "runs"]
 
