@@ -17,19 +17,31 @@ STYLE = {  # of matplotlib
     "legend.handlelength": 1.1, "legend.handletextpad": 0.4, "legend.columnspacing": 1.0,
 }  # fmt: skip
 
-ACCURACY_PANEL = "Accuracy, held out and in training"
+ACCURACY_PANEL = "Accuracy"
 # The title of each panel, with the key and the label of each line. A line whose label ends in
 # "(right)" has an axis of its own, on the right.
 PANELS = {
     ACCURACY_PANEL: [
-        ("eval/sampled_accuracy", "sampled"),
-        ("eval/greedy_accuracy", "greedy"),
+        ("eval/sampled_accuracy", "held out, sampled"),
+        ("eval/greedy_accuracy", "held out, greedy"),
         (TRAINING_ACCURACY, "training"),
     ],
-    "Entropy and KL (nats per token)": [("entropy", "entropy"), ("kl", "KL to the base (right)")],
-    "Concentration of credit": [("weight_gini", "Gini"), ("weight_effn", "EffN/T")],
-    "Completion length": [("completion_length", "tokens"), ("truncated_share", "cut off (right)")],
-    "Update size": [("grad_norm", "gradient norm"), ("clip_fraction", "clip fraction (right)")],
+    "Entropy and KL (nats per token)": [
+        ("entropy", "entropy: how undecided the policy is"),
+        ("kl", "KL: how far it is from the base (right)"),
+    ],
+    "How unevenly credit is spread": [
+        ("weight_gini", "Gini: 0 even, 1 all on one token"),
+        ("weight_effn", "EffN/T: share of tokens that count; 1 even"),
+    ],
+    "Completion length": [
+        ("completion_length", "tokens"),
+        ("truncated_share", "share cut off at the limit (right)"),
+    ],
+    "Update size": [
+        ("grad_norm", "gradient norm"),
+        ("clip_fraction", "share of tokens clipped (right)"),
+    ],
     "Seconds per step": [
         ("seconds_rollout", "rollout"),
         ("seconds_score", "score"),
@@ -71,7 +83,7 @@ def fourth_line(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     for row in reversed(rows):
         keys = [key for key in row if key.startswith("eval/pass@")]
         if keys:
-            return [(keys[-1], keys[-1].removeprefix("eval/"))]
+            return [(keys[-1], "held out, " + keys[-1].removeprefix("eval/"))]
     return []
 
 
@@ -91,15 +103,17 @@ def draw_panel(
     ax: Any, rows: list[dict[str, Any]], title: str, lines: list[tuple[str, str]]
 ) -> None:
     """Draws a panel with all its lines, or says in it that none of them was logged."""
-    ax.set_title(title, loc="left", fontweight="bold", pad=32)
+    ax.set_title(title, loc="left", fontweight="bold", pad=52)
     for (key, label), color in zip(lines, COLORS, strict=False):
         draw_line(ax, rows, key, label, color)
     if not ax.lines:
         ax.set_axis_off()
         ax.text(0.5, 0.5, "not logged", ha="center", color="grey", transform=ax.transAxes)
         return
-    # The legend stands above the data, so that it hides none. A wide one must not narrow its panel.
-    legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=5)
+    # The legend stands in two rows above the data, so that it hides none. A wide one must not
+    # narrow its panel.
+    columns = (len(lines) + 1) // 2
+    legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=columns)
     legend.set_in_layout(False)
     ax.grid(axis="y")
     ax.locator_params(axis="x", integer=True, nbins=6)

@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from dataclasses import asdict, dataclass
+from functools import partial
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +31,7 @@ from tqdm import tqdm
 import grpo_arca
 from common import report, run_log
 from common.credit_page import credit_group, write_credit_page
-from common.curves import write_curves
+from common.curves import PANELS, write_curves
 from common.data import Problem
 from common.messages import hints, introduction
 from common.metrics import (
@@ -775,6 +776,32 @@ def test_write_curves_is_silent_and_writes_a_png(tmp_path, name):
         write_curves(str(path), CURVES[name], "ARCA, seed 1, $x^{$ is not math")
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", head[16:]) == (1500, 850)
+
+
+@pytest.mark.slow  # half a second
+def test_every_legend_fits_between_its_title_and_its_panel(tmp_path, monkeypatch):
+    import matplotlib.figure
+
+    figures = []
+
+    def keep(figure, *_, **__):
+        figure.draw_without_rendering()
+        figures.append(figure)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    write_curves(str(tmp_path / "c.png"), CURVES["many"], "t")
+    (figure,) = figures
+    for name in PANELS:
+        titles = figure.findobj(match=partial(has_text, name))
+        (title,) = [text.get_window_extent() for text in titles]
+        (legend,) = [ax.get_legend() for ax in figure.axes if ax.get_title("left") == name]
+        box = legend.get_window_extent()
+        assert figure.bbox.contains(*box.min) and figure.bbox.contains(*box.max), name
+        assert box.ymax <= title.ymin, name
+
+
+def has_text(name: str, artist: object) -> bool:
+    return hasattr(artist, "get_text") and artist.get_text() == name
 
 
 @pytest.mark.slow  # a process of its own, which imports torch
