@@ -81,9 +81,10 @@ def test_a_label_is_the_folder_and_what_differs_and_nothing_else(tmp_path) -> No
     ]
     change_config(runs[0], reward_funcs=["accuracy_reward", "my.short"])
     change_config(runs[1], reward_funcs=["accuracy_reward"])
-    assert list(compare.groups_of(runs[:2]))[0].endswith(
-        "-1.0: reward_funcs accuracy_reward my.short, sharpening 1.0"
-    )
+    assert list(compare.groups_of(runs[:2])) == [
+        "grpo_arca-arca-1-1.0: reward_funcs accuracy_reward my.short, sharpening 1.0",
+        "grpo_arca-arca-1-2.0: reward_funcs accuracy_reward, sharpening 2.0",
+    ]
 
 
 def test_folders_of_one_name_are_told_apart_by_their_paths(tmp_path, monkeypatch) -> None:
