@@ -2163,7 +2163,7 @@ def train_and_report(run: Run, train_set: ProblemSet, held_out: ProblemSet) -> N
 
     if is_main and is_finished:
         run.model.save_pretrained(f"{args.output_dir}/adapter")
-        print(report_run(asdict(args), log, run.groups))
+        print(report_run(run, log, held_out_problems[0]))
     elif is_main:
         advice = "to go on, run the same command again with --resume_from_checkpoint latest"
         print(f"interrupted, saved {checkpoints(args.output_dir)[-1]}: {advice}")

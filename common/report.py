@@ -10,29 +10,34 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from tqdm import tqdm
 
 from common.credit_page import write_credit_page
 from common.curves import write_curves
+from common.data import Problem, whole_prompt
 from common.printable import printable
-from common.run_log import RunLog, finite_or_nan, plain
+from common.run_log import RunLog, best_step, finite_or_nan, format_number, plain
+
+if TYPE_CHECKING:
+    # Each script has its own class of this name, alike in what is read here.
+    Run = Any
 
 CARD_TEMPLATE = Path(__file__).with_name("adapter_card.md")
 
 
-def report_run(config: dict[str, Any], log: RunLog, groups: list[dict[str, Any]]) -> str:
+def report_run(run: Run, log: RunLog, example: Problem) -> str:
     """Writes the files of a run that has ended, and returns what to print.
 
-    A file that cannot be written is mentioned on standard error and left out. A full disk is an
-    OSError, because every other file would fail as well.
+    The adapter's card shows how to solve the example, a held-out problem. A file that cannot be
+    written is mentioned on standard error and left out. A full disk is an OSError, because every
+    other file would fail as well.
     """
+    config = vars(run.args)
     folder = Path(config["output_dir"])
-    summary = summarize(log.rows)
-    before = summary["before"]
-    after = summary["after"]
+    summary = summarize(log.rows, folder)
 
     failed: set[Path] = set()
     path = folder / "summary.json"
@@ -40,17 +45,21 @@ def report_run(config: dict[str, Any], log: RunLog, groups: list[dict[str, Any]]
         path.write_text(json.dumps(plain(summary), indent=2) + "\n", encoding="utf-8")
     path = folder / "adapter/README.md"
     with going_on(path, failed):
-        write_model_card(str(path), config, before, after)
+        messages = whole_prompt(example.prompt, config["system_prompt"])
+        has_template = bool(run.tokenizer.chat_template)
+        write_model_card(path, config, summary, messages, has_template)
     path = folder / "curves.png"
     with going_on(path, failed):
         write_curves(str(path), log.rows, config["run_name"])
     path = folder / "credit.html"
     with going_on(path, failed):
-        write_credit_page(str(path), config["run_name"], groups)
+        write_credit_page(str(path), config["run_name"], run.groups)
 
     paths = [folder / name for name in sorted(os.listdir(folder))]
     written = [str(path) for path in paths if path not in failed]
-    return "\n".join(["", before_after_table(before, after), "", "Written:", *written])
+    lines = ["", before_after_table(summary["before"], summary["after"])]
+    lines += ["", about_best(summary["best"]), "", "Written:"]
+    return "\n".join(lines + written)
 
 
 @contextlib.contextmanager
@@ -69,8 +78,8 @@ def going_on(path: Path, failed: set[Path]) -> Iterator[None]:
         tqdm.write(printable(f"{path} is not written, the run goes on: {reason}"), sys.stderr)
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what summary.json holds, from the rows of a log."""
+def summarize(rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Returns what summary.json holds, from the rows of a log and the run's folder."""
     evals = [row["eval"] for row in rows if row.get("eval")]
     updates = [row for row in rows if "reward" in row]
     phases = []
@@ -85,11 +94,42 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "before": evals[0],
         "after": evals[-1],
+        "best": best_evaluation(rows, folder),
         "steps": updates[-1]["step"] if updates else 0,
         "rollout_tokens": int(rollout_tokens),
         "seconds": round(time.time() - psutil.Process().create_time(), 1),  # of the process
         "seconds_per_step": sum(phases) / max(1, len(updates)),  # of training alone
     }
+
+
+def best_evaluation(rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Returns the step and the accuracy of the best evaluation, and where its weights are.
+
+    `weights` is None if they were not saved, as those from before training never are.
+    """
+    step = best_step(rows)
+    evaluated = [row for row in rows if row.get("eval")]
+    accuracies = [row["eval"].get("sampled_accuracy") for row in evaluated if row["step"] == step]
+    weights = folder / f"checkpoint-{step}"
+    if step == evaluated[-1]["step"]:
+        weights = folder / "adapter"
+    is_saved = weights.is_dir()
+    return {
+        "step": step,
+        "sampled_accuracy": accuracies[0],
+        "weights": str(weights) if is_saved else None,
+    }
+
+
+def about_best(best: dict[str, Any]) -> str:
+    """Returns two sentences: which evaluation was the best, and where its weights are."""
+    accuracy = format_number(100 * finite_or_nan(best["sampled_accuracy"]), ".1f")
+    first = f"The best evaluation was at step {best['step']}: sampled accuracy {accuracy}%."
+    if best["weights"] is not None:
+        return f"{first} Its weights are in {best['weights']}."
+    if best["step"] == 0:
+        return f"{first} That was before training."
+    return f"{first} A --save_steps that divides --eval_steps would have saved its weights."
 
 
 def before_after_table(before: dict[str, float], after: dict[str, float]) -> str:
@@ -105,9 +145,16 @@ def before_after_table(before: dict[str, float], after: dict[str, float]) -> str
 
 
 def write_model_card(
-    path: str, config: dict[str, Any], before: dict[str, float], after: dict[str, float]
+    path: Path,
+    config: dict[str, Any],
+    summary: dict[str, Any],
+    messages: list[dict[str, str]],
+    has_template: bool,
 ) -> None:
-    """Writes the README.md of a PEFT adapter, over the one that save_pretrained writes."""
+    """Writes the README.md of a PEFT adapter, over the one that save_pretrained writes.
+
+    Its code answers the messages, by the tokenizer's chat template if that has one.
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
     data = ModelCardData(
@@ -123,8 +170,16 @@ def write_model_card(
                 del given[key]  # the adapter determines it
     # JSON holds no line break, which could end the block.
     flags = [f"--{key} {json.dumps(plain(value), default=str)}" for key, value in given.items()]
-    table = before_after_table(before, after)
     card = ModelCard.from_template(
-        data, str(CARD_TEMPLATE), table=table, flags=flags, config=config
+        data,
+        str(CARD_TEMPLATE),
+        table=before_after_table(summary["before"], summary["after"]),
+        best=about_best(summary["best"]),
+        flags=flags,
+        config=config,
+        folder=str(path.parent),
+        messages=messages,
+        has_template=has_template,
+        template_kwargs=json.loads(config["chat_template_kwargs"]),
     )
-    Path(path).write_text(f"{card}\n", encoding="utf-8", errors="replace", newline="\n")
+    path.write_text(f"{card}\n", encoding="utf-8", errors="replace", newline="\n")

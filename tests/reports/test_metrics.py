@@ -3,6 +3,7 @@
 They are compared with brute force and hand-computed vectors, and are given hostile text.
 """
 
+import ast
 import errno
 import importlib
 import itertools
@@ -10,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -32,7 +34,7 @@ import grpo_arca
 from common import report, run_log
 from common.credit_page import credit_group, write_credit_page
 from common.curves import PANELS, write_curves
-from common.data import Problem
+from common.data import Problem, load_data
 from common.messages import hints, introduction
 from common.metrics import (
     credit_metrics,
@@ -42,7 +44,7 @@ from common.metrics import (
     timed,
     weight_stats,
 )
-from common.report import before_after_table, report_run, write_model_card
+from common.report import about_best, before_after_table, report_run, write_model_card
 from common.run_log import RunLog, environment, log_completions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -640,8 +642,8 @@ def test_a_run_log_whose_rows_were_edited_still_ends_in_a_report_in(tmp_path, qu
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     log = open_log(tmp_path, 1)
     log.write({"step": 1, "eval": EVAL})
-    config = {"output_dir": str(tmp_path), "run_name": "t"}
-    assert "summary.json" in report_run(config, log, [])
+    run = ended_run(tmp_path, [])
+    assert "summary.json" in report_run(run, log, PROBLEM)
 
 
 def test_run_log_tracks_every_row_after_it_is_written(tmp_path):
@@ -1029,48 +1031,103 @@ def test_before_after_table_is_aligned_and_in_points():
 
 BASE = {  # the flags that a card is made of
     "model_name_or_path": "org/base", "model_revision": "main", "credit": "arca",
-    "load_in_4bit": True, "dtype": "bfloat16",
+    "load_in_4bit": True, "dtype": "bfloat16", "system_prompt": None, "chat_template_kwargs": "{}",
+    "max_completion_length": 8,
 }  # fmt: skip
+SUMMARY = {"before": EVAL, "after": EVAL | {"pass@4": 0.75}}
+SUMMARY["best"] = {"step": 3, "sampled_accuracy": 0.35, "weights": "out/checkpoint-3"}
 
 
-def card_of(tmp_path: Path, before: dict, after: dict, **flags: object) -> ModelCard:
+def card_of(
+    tmp_path: Path, messages: list, has_template: bool = True, **flags: object
+) -> ModelCard:
     config = BASE | flags
-    write_model_card(str(tmp_path / "README.md"), config, before, after)
+    write_model_card(tmp_path / "README.md", config, SUMMARY, messages, has_template)
     return ModelCard.load(tmp_path / "README.md")
 
 
 def test_model_card_says_what_the_adapter_is(tmp_path):
-    card = card_of(tmp_path, EVAL, EVAL | {"pass@4": 0.75}, lr=1e-5)
+    card = card_of(tmp_path, EXAMPLE, lr=1e-5)
     assert card.data.to_dict() == {
         "base_model": "org/base", "library_name": "peft", "tags": ["grpo", "lora", "arca"],
     }  # fmt: skip
     assert card.text.startswith("\n# LoRA adapter for org/base: GRPO with `arca` token credit\n")
     assert re.search(r"pass@4 +60.0% +75.0% +\+15.0\n", card.text) and "\n--lr 1e-05\n" in card.text
+    assert f"\n{about_best(SUMMARY['best'])}\n" in card.text
+    assert "A merged copy may answer differently, because merging rounds" in card.text
+    assert f"adapter = '{tmp_path}'" in card.text
 
 
-@pytest.mark.parametrize("base", ['org/na"me: x\n---\n# no', "a: [b", "\ud800'\n```\n", "naïve 🙂"])
-def test_model_card_of_hostile_names_has_valid_front_matter_and_whole_blocks(tmp_path, base):
-    card = card_of(tmp_path, {}, {}, model_name_or_path=base, note="```\n# no", dir=Path("a"))
+HOSTILE_BASES = ['org/na"me: x\n---\n# no', "a: [b", "\ud800'\n```\n", "naïve 🙂"]
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+@pytest.mark.parametrize("base", HOSTILE_BASES)
+def test_model_card_of_hostile_names_has_valid_front_matter_and_whole_blocks(
+    tmp_path, base, has_template
+):
+    messages = [{"role": base, "content": base}]
+    hostile = {"model_name_or_path": base, "note": "```\n# no", "dir": Path("a")}
+    hostile["chat_template_kwargs"] = json.dumps({"x": base})
+    card = card_of(tmp_path, messages, has_template, **hostile)
     seen = card.data.base_model.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert seen == base.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert card.text.count("\n```") == 8 and "\n# no" not in card.text
+    for block in python_blocks(tmp_path / "README.md"):
+        ast.parse(block)
 
 
+def python_blocks(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    return re.findall("^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def plain_nf4(monkeypatch):
+    """A CPU with AVX512-BF16 would round to bf16 in a base that the card's code has loaded."""
+
+    def has_no_kernel(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", has_no_kernel)
+
+
+@pytest.mark.usefixtures("plain_nf4")
 @pytest.mark.parametrize("in_4_bits", [True, False])
 def test_the_cards_code_loads_what_was_trained(tmp_path, make_run, in_4_bits):
     run = make_run(load_in_4bit=in_4_bits)
     ids = torch.arange(3, 27).view(2, 12)
     run.model.save_pretrained(tmp_path)
-    card_of(tmp_path, EVAL, EVAL, **asdict(run.args))
-    code = re.findall("```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    card_of(tmp_path, EXAMPLE, **asdict(run.args))
+    code = python_blocks(tmp_path / "README.md")
     assert len(code) == 1 + in_4_bits
     expected = run.model.eval()(ids).logits
     names = {}
     for block in code:
-        exec(block.replace("path/to/this/folder", str(tmp_path)), names)
-        for module in names["model"].modules():  # else a CPU with AVX512-BF16 rounds to bf16
-            module.support_avx512bf16_for_cpu = False
+        exec(block, names)
         torch.testing.assert_close(names["model"](ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("plain_nf4")
+@pytest.mark.parametrize("has_template", [True, False])
+def test_the_cards_code_answers_as_the_runs_last_evaluation(
+    run_main, tmp_path, capfd, monkeypatch, has_template
+):
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "common/tiny_policy", model)
+    if not has_template:
+        (model / "chat_template.jinja").unlink()
+    monkeypatch.setattr(grpo_arca, "load_data", load_data)  # this model's prompts
+    flags = {"max_completion_length": 40, "system_prompt": "Be brief.", "lora_r": 8}
+    code, _, err = run_main(model_name_or_path=model, learning_rate=4e-3, **flags)
+    assert code == 0, err
+    rows = strict(tmp_path / "out/completions.jsonl")
+    answers = [row for row in rows if row["kind"] == "greedy" and row["step"] == 3]
+    (block, _) = python_blocks(tmp_path / "out/adapter/README.md")
+    assert ("apply_chat_template" in block) == has_template
+    capfd.readouterr()
+    exec(block, {})  # in the folder in which the run was started
+    assert capfd.readouterr().out == answers[0]["completion"] + "\n"
 
 
 # ----------------------------------------------------------------------------- METRICS.md
@@ -1114,10 +1171,15 @@ GROUP = {"prompt": "p", "answer": "7", "step": 1, "completions": [COMPLETION]}
 
 def report_in(folder: Path, groups: list[dict] = [GROUP]) -> str:  # noqa: B006
     (folder / "adapter").mkdir(parents=True, exist_ok=True)
-    config = BASE | {"run_name": "t"}
     rows = [full_row(step) | {"rollout_tokens": 5} for step in (1, 2)]
     log = SimpleNamespace(rows=[*rows, {"step": 2, "eval": EVAL}])
-    return report_run(config | {"output_dir": str(folder)}, log, groups)
+    return report_run(ended_run(folder, groups), log, PROBLEM)
+
+
+def ended_run(folder: Path, groups: list[dict]) -> SimpleNamespace:
+    """What report_run reads of a run."""
+    args = SimpleNamespace(**BASE, output_dir=str(folder), run_name="t")
+    return SimpleNamespace(args=args, groups=groups, tokenizer=SimpleNamespace(chat_template="x"))
 
 
 def is_whole(path: Path) -> bool:
@@ -1156,15 +1218,40 @@ def test_report_of_a_run_sums_up_its_log(tmp_path):
         rollout = {"seconds_rollout": 2.0 * (step % 2), "rollout_tokens": 7, "reward": 0.5}
         log.write({"step": step} | seconds | rollout)
     log.write({"step": 4, "eval": EVAL | {"pass@4": 0.75}})
-    text = report_run(BASE | {"output_dir": str(tmp_path), "run_name": "t"}, log, [GROUP])
+    text = report_run(ended_run(tmp_path, [GROUP]), log, PROBLEM)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.pop("seconds") > 0.1
     assert summary == {
         "before": EVAL, "after": EVAL | {"pass@4": 0.75}, "steps": 4, "rollout_tokens": 14,
         "seconds_per_step": 2.5,
+        "best": {"step": 0, "sampled_accuracy": 0.35, "weights": None},
     }  # fmt: skip
     assert "+15.0" in text and str(tmp_path / "summary.json") in text
     assert (tmp_path / "completions.jsonl").read_text() == ""  # that is written along the way
+
+
+BEST = {  # the best step -> what the report says after its accuracy; checkpoints are at 2 and 4
+    0: "That was before training.",
+    1: "A --save_steps that divides --eval_steps would have saved its weights.",
+    2: "Its weights are in {folder}/checkpoint-2.",
+    4: "Its weights are in {folder}/adapter.",
+}
+
+
+@pytest.mark.parametrize("step", BEST)
+@pytest.mark.usefixtures("quick_curves")
+def test_report_names_the_best_evaluation_and_its_weights(tmp_path, step):
+    for name in ("adapter", "checkpoint-2", "checkpoint-4"):
+        (tmp_path / name).mkdir()
+    log = open_log(tmp_path)
+    for evaluated in (0, 1, 2, 4):
+        accuracy = 0.5 if evaluated == step else 0.25
+        log.write({"step": evaluated, "eval": EVAL | {"sampled_accuracy": accuracy}})
+    text = report_run(ended_run(tmp_path, [GROUP]), log, PROBLEM)
+    expected = BEST[step].format(folder=tmp_path)
+    sentence = f"\nThe best evaluation was at step {step}: sampled accuracy 50.0%. {expected}\n"
+    assert sentence in text
+    assert sentence in (tmp_path / "adapter/README.md").read_text()
 
 
 @pytest.mark.parametrize("name", FILES)
