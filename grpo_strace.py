@@ -259,7 +259,9 @@ class Args:
     per_device_eval_batch_size: int = flag(32, "completions sampled at once", at_least=1)
     output_dir: str = flag("", "default: runs/<script>-<credit>-<seed>")
     save_steps: int = flag(50, "updates between checkpoints; 0 is off", at_least=0)
-    save_total_limit: int | None = flag(None, "keep only this many checkpoints", at_least=1)
+    save_total_limit: int | None = flag(
+        None, "keep only the newest, this many, and the best", at_least=1
+    )
     resume_from_checkpoint: str | None = flag(None, "a checkpoint, or latest: the newest, if any")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "tracker")
     run_name: str = flag("", "name in the tracker and in titles; default: output_dir's")

@@ -1068,7 +1068,7 @@ def test_model_card_of_hostile_names_has_valid_front_matter_and_whole_blocks(
 ):
     messages = [{"role": base, "content": base}]
     hostile = {"model_name_or_path": base, "note": "```\n# no", "dir": Path("a")}
-    hostile["chat_template_kwargs"] = json.dumps({"x": base})
+    hostile["chat_template_kwargs"] = json.dumps({base: base})
     card = card_of(tmp_path, messages, has_template, **hostile)
     seen = card.data.base_model.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert seen == base.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -40,6 +40,21 @@ def test_the_launch_commands_have_flags_that_exist_and_folders_of_their_own(monk
     assert len(set(folders)) == len(folders)
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")
+def test_git_ignores_what_the_readmes_commands_leave(monkeypatch) -> None:
+    left = [ROOT / "compare.png"]  # of tools/compare.py
+    left += [ROOT / name for name in re.findall(r"tools/smollm2\.py (\w+)", COMMANDS)]
+    left += [ROOT / name for name in re.findall(r"> (\S+)", COMMANDS)]
+    for script, *flags in launches():
+        module = importlib.import_module(script.removesuffix(".py"))
+        monkeypatch.setattr(module, "find_adapter", no_adapter)
+        left.append(ROOT / module.parse_args(flags).output_dir)
+    assert len(left) >= 9
+    for path in left:
+        command = ["git", "-C", str(ROOT), "check-ignore", f"{path}/x"]
+        assert subprocess.run(command, capture_output=True).returncode == 0, path
+
+
 def no_adapter(name: str, revision: str) -> tuple[None, dict]:
     """Stands for `find_adapter` where a name is a model's."""
     return None, {}
