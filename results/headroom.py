@@ -1,4 +1,4 @@
-"""Is there a task on which better credit shows? Oracles against GRPO, on a policy that is wrong.
+"""Which credit helps a policy that is wrong? Oracles and methods against GRPO, paired by seed.
 
     python results/headroom.py                     # hours of one core; a killed run resumes
     python results/headroom.py --processes 2
@@ -10,9 +10,9 @@ operands, also where it decodes greedily. It learns chains of 8 operations in ro
 completions, one update each. Before any credit method is tried, oracles that know what each step is
 worth (headroom_oracle.py) must learn clearly faster than GRPO.
 
-All methods have the learning rate RATE on seeds 1 to 6, and two other rates on seed 1; RATE is the
-one with the highest mean reward in training there. Data order and the random numbers of a seed are
-the same for all methods, so runs are paired by seed.
+Then credit methods are compared on it: each on all SEEDS at RATE, and at two other rates. The
+oracles have RATE alone. RATE had GRPO's highest mean reward in training on seed 1. Data order and
+the random numbers of a seed are the same for all methods, so runs are paired by seed.
 
 It writes to results/data/headroom/: untrained.csv, the policy before training; runs.csv, a line for
 each run and evaluation; table.csv, a line for each method; and control.png.
@@ -39,19 +39,32 @@ RUNS = ROOT / "runs/headroom"
 DATA = ROOT / "results/data/headroom"
 POLICY = ROOT / "common/misconceived_policy"
 GRPO = "GRPO"
-COMMANDS = {  # the script and the flags of each method
+METHODS = {  # the script and the flags of each
     GRPO: ["grpo_arca.py", "--credit", "uniform"],
     "right answers only": ["grpo_arca.py", "--credit", "uniform", "--negative_weight", "0"],
-    "step values": ["results/headroom_oracle.py", "--oracle", "step_values"],
-    "least variance": ["results/headroom_oracle.py", "--oracle", "least_variance"],
-    "step values, right answers only": ["results/headroom_oracle.py", "--oracle", "right_only"],
-    "step rewards": ["results/headroom_oracle.py", "--oracle", "step_rewards"],
+    "ARCA": ["grpo_arca.py", "--credit", "arca"],
+    "OAR-G": ["grpo_oar.py", "--credit", "oar_g"],
+    "S-trace": ["grpo_strace.py", "--credit", "s_trace"],
 }
-COLORS = ("black", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of the methods
+ORACLES = {
+    "least variance": ["results/headroom_oracle.py", "--oracle", "least_variance"],
+    "step values": ["results/headroom_oracle.py", "--oracle", "step_values"],
+    "step values, right answers only": ["results/headroom_oracle.py", "--oracle", "right_only"],
+}
+COMMANDS = METHODS | ORACLES
+COLORS = {
+    GRPO: "black",
+    "right answers only": "#E69F00",
+    "ARCA": "#0072B2",
+    "OAR-G": "#D55E00",
+    "S-trace": "#009E73",
+    "least variance": "#CC79A7",
+    "step values": "#56B4E9",
+    "step values, right answers only": "#888888",
+}
 RATE = "0.002"
 OTHER_RATES = ("0.001", "0.004")
-SWEEP_SEED = 1
-SEEDS = (1, 2, 3, 4, 5, 6)
+SEEDS = (1, 2, 3, 4, 5, 6, 7, 8)
 FEWEST_SEEDS = 3  # for an interval in the figure and on the page
 ROLLOUTS = 50
 ROLLOUTS_PER_EVALUATION = 10
@@ -148,9 +161,11 @@ def train(runs: list[Run], processes: int) -> None:
 
 def planned_runs() -> list[Run]:
     """Returns all runs, the most telling ones first: an early stop leaves whole pairs."""
-    runs = [Run(method, RATE, SWEEP_SEED) for method in COMMANDS]
-    runs += [Run(method, rate, SWEEP_SEED) for rate in OTHER_RATES for method in COMMANDS]
-    runs += [Run(method, RATE, seed) for seed in SEEDS if seed != SWEEP_SEED for method in COMMANDS]
+    first = [*METHODS, "least variance"]
+    runs = [Run(method, RATE, seed) for seed in SEEDS for method in first]
+    for seed in SEEDS:
+        runs += [Run(method, rate, seed) for rate in OTHER_RATES for method in METHODS]
+        runs += [Run(method, RATE, seed) for method in ORACLES if method not in first]
     return runs
 
 
@@ -341,9 +356,8 @@ def draw(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: Path) -> 
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    colors = dict(zip(COMMANDS, COLORS, strict=True))
     for place, row in enumerate(rows):
-        color = colors[row["method"]]
+        color = COLORS[row["method"]]
         curves = list(stored_curves(runs, row["method"], row["rate"]).values())
         longest = max(map(len, curves))
         rollouts = np.linspace(0, ROLLOUTS, longest)
