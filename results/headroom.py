@@ -423,7 +423,8 @@ def draw_methods(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: P
             if row["seeds"] >= FEWEST_SEEDS:
                 limits = [row[f"{name}_low"], row[f"{name}_high"]]
                 panel.plot(limits, [place, place], color=color, linewidth=3, alpha=0.6)
-            panel.plot(row[f"{name}_more"], place, "D", color=color, markersize=8, markeredgecolor="white")
+            mean = row[f"{name}_more"]
+            panel.plot(mean, place, "D", color=color, markersize=8, markeredgecolor="white")
         panel.axvline(0, color="black", linewidth=1)
         panel.set_title(f"{title}, over GRPO's", loc="left")
         panel.set_xlabel("sampled accuracy; dots: seeds; bars: 95% intervals of the mean")
