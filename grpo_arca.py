@@ -458,12 +458,21 @@ class StopRequest:
     def __init__(self) -> None:
         self.received = False
 
-    def listen(self) -> None:
-        signal.signal(signal.SIGINT, self.handle)
-        signal.signal(signal.SIGTERM, self.handle)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
-            signal.signal(signal.SIGHUP, self.handle)
-        signal.signal(LAUNCHER_HAS_ENDED, self.record)
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Records signals within the `with` block. In a notebook, other cells want them later."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, LAUNCHER_HAS_ENDED)
+        former_handlers = {number: signal.getsignal(number) for number in numbers}
+        try:
+            signal.signal(signal.SIGINT, self.handle)
+            signal.signal(signal.SIGTERM, self.handle)
+            if former_handlers[signal.SIGHUP] != signal.SIG_IGN:  # nohup ignores it
+                signal.signal(signal.SIGHUP, self.handle)
+            signal.signal(LAUNCHER_HAS_ENDED, self.record)
+            yield
+        finally:
+            for number, handler in former_handlers.items():
+                signal.signal(number, handler)
 
     def handle(self, number: int, frame: object) -> None:
         """Records the first signal, and ends the process at the second one."""
@@ -1855,21 +1864,21 @@ def train_and_report(run: Run, train_set: ProblemSet, held_out: ProblemSet) -> N
     say(introduction(asdict(args), train_problems, held_out_problems, processes))
     check_model(run, train_set)
 
-    run.stop_request.listen()
-    resume(run)
-    log = start_log(accelerator, asdict(args), run.step)
-    is_main = accelerator.is_main_process
-    with run.grader, tqdm(total=args.max_steps, initial=run.step, disable=not is_main) as bar:
-        is_finished = train(run, train_set, held_out, log, bar)
+    with run.stop_request.listening():
+        resume(run)
+        log = start_log(accelerator, asdict(args), run.step)
+        is_main = accelerator.is_main_process
+        with run.grader, tqdm(total=args.max_steps, initial=run.step, disable=not is_main) as bar:
+            is_finished = train(run, train_set, held_out, log, bar)
 
-    if is_main and is_finished:
-        run.model.save_pretrained(f"{args.output_dir}/adapter")
-        print(report_run(run, log, held_out_problems[0]))
-    elif is_main:
-        advice = "to go on, run the same command again with --resume_from_checkpoint latest"
-        print(f"interrupted, saved {checkpoints(args.output_dir)[-1]}: {advice}")
-    accelerator.wait_for_everyone()  # nobody may leave while another process writes
-    accelerator.end_training()
+        if is_main and is_finished:
+            run.model.save_pretrained(f"{args.output_dir}/adapter")
+            print(report_run(run, log, held_out_problems[0]))
+        elif is_main:
+            advice = "to go on, run the same command again with --resume_from_checkpoint latest"
+            print(f"interrupted, saved {checkpoints(args.output_dir)[-1]}: {advice}")
+        accelerator.wait_for_everyone()  # nobody may leave while another process writes
+        accelerator.end_training()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Is there a task on which better credit shows? Oracles against GRPO, on a policy that is wrong.
+"""Which credit helps a policy that is wrong? Oracles and methods against GRPO, paired by seed.
 
     python results/headroom.py                     # hours of one core; a killed run resumes
     python results/headroom.py --processes 2
@@ -10,12 +10,12 @@ operands, also where it decodes greedily. It learns chains of 8 operations in ro
 completions, one update each. Before any credit method is tried, oracles that know what each step is
 worth (headroom_oracle.py) must learn clearly faster than GRPO.
 
-All methods have the learning rate RATE on seeds 1 to 6, and two other rates on seed 1; RATE is the
-one with the highest mean reward in training there. Data order and the random numbers of a seed are
-the same for all methods, so runs are paired by seed.
+Then credit methods are compared on it: each on all SEEDS at RATE, and at two other rates. The
+oracles have RATE alone. RATE had GRPO's highest mean reward in training on seed 1. Data order and
+the random numbers of a seed are the same for all methods, so runs are paired by seed.
 
 It writes to results/data/headroom/: untrained.csv, the policy before training; runs.csv, a line for
-each run and evaluation; table.csv, a line for each method; and control.png.
+each run and evaluation; table.csv, a line for each method and rate; control.png and methods.png.
 """
 
 import argparse
@@ -39,19 +39,32 @@ RUNS = ROOT / "runs/headroom"
 DATA = ROOT / "results/data/headroom"
 POLICY = ROOT / "common/misconceived_policy"
 GRPO = "GRPO"
-COMMANDS = {  # the script and the flags of each method
+METHODS = {  # the script and the flags of each
     GRPO: ["grpo_arca.py", "--credit", "uniform"],
     "right answers only": ["grpo_arca.py", "--credit", "uniform", "--negative_weight", "0"],
-    "step values": ["results/headroom_oracle.py", "--oracle", "step_values"],
-    "least variance": ["results/headroom_oracle.py", "--oracle", "least_variance"],
-    "step values, right answers only": ["results/headroom_oracle.py", "--oracle", "right_only"],
-    "step rewards": ["results/headroom_oracle.py", "--oracle", "step_rewards"],
+    "ARCA": ["grpo_arca.py", "--credit", "arca"],
+    "OAR-G": ["grpo_oar.py", "--credit", "oar_g"],
+    "S-trace": ["grpo_strace.py", "--credit", "s_trace"],
 }
-COLORS = ("black", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of the methods
+ORACLES = {
+    "least variance": ["results/headroom_oracle.py", "--oracle", "least_variance"],
+    "step values": ["results/headroom_oracle.py", "--oracle", "step_values"],
+    "step values, right answers only": ["results/headroom_oracle.py", "--oracle", "right_only"],
+}
+COMMANDS = METHODS | ORACLES
+COLORS = {
+    GRPO: "black",
+    "right answers only": "#E69F00",
+    "ARCA": "#0072B2",
+    "OAR-G": "#D55E00",
+    "S-trace": "#009E73",
+    "least variance": "#CC79A7",
+    "step values": "#56B4E9",
+    "step values, right answers only": "#888888",
+}
 RATE = "0.002"
 OTHER_RATES = ("0.001", "0.004")
-SWEEP_SEED = 1
-SEEDS = (1, 2, 3, 4, 5, 6)
+SEEDS = (1, 2, 3, 4, 5, 6, 7, 8)
 FEWEST_SEEDS = 3  # for an interval in the figure and on the page
 ROLLOUTS = 50
 ROLLOUTS_PER_EVALUATION = 10
@@ -148,9 +161,11 @@ def train(runs: list[Run], processes: int) -> None:
 
 def planned_runs() -> list[Run]:
     """Returns all runs, the most telling ones first: an early stop leaves whole pairs."""
-    runs = [Run(method, RATE, SWEEP_SEED) for method in COMMANDS]
-    runs += [Run(method, rate, SWEEP_SEED) for rate in OTHER_RATES for method in COMMANDS]
-    runs += [Run(method, RATE, seed) for seed in SEEDS if seed != SWEEP_SEED for method in COMMANDS]
+    first = [*METHODS, "least variance"]
+    runs = [Run(method, RATE, seed) for seed in SEEDS for method in first]
+    for seed in SEEDS:
+        runs += [Run(method, rate, seed) for rate in OTHER_RATES for method in METHODS]
+        runs += [Run(method, RATE, seed) for method in ORACLES if method not in first]
     return runs
 
 
@@ -261,7 +276,6 @@ def table_row(runs: list[dict[str, str]], method: str, rate: str) -> dict[str, A
     reached = sorted(own.keys() & other.keys())  # unfinished runs count for the share alone
     seeds = [seed for seed in reached if len(own[seed]) == len(other[seed])]
     curves = np.array([own[seed] for seed in seeds])
-    others = np.array([other[seed] for seed in seeds])
     of_method = [row for row in runs if (row["method"], row["rate"]) == (method, rate)]
     paired = [row for row in of_method if int(row["seed"]) in seeds]
     seen = [row for row in paired if row["rollout"] != "0"]
@@ -276,10 +290,7 @@ def table_row(runs: list[dict[str, str]], method: str, rate: str) -> dict[str, A
         "reward": np.mean([float(line["reward"]) for line in seen]),
         "area": area(curves).mean(),
     }
-    for name, difference in (
-        ("area", area(curves) - area(others)),
-        ("end", curves[:, -1] - others[:, -1]),
-    ):
+    for name, difference in seed_differences(runs, method, rate).items():
         low, high = interval(difference)
         row |= {f"{name}_more": difference.mean(), f"{name}_low": low, f"{name}_high": high}
     shortest = min(len(own[seed]) for seed in reached)
@@ -327,28 +338,41 @@ def tabulate() -> None:
         if stored_curves(runs, method, rate)
     ]
     write_csv(rows, DATA / "table.csv")
-    draw(runs, [row for row in rows if row["rate"] == RATE], DATA / "control.png")
+    at_rate = [row for row in rows if row["rate"] == RATE]
+    controls = [row for row in at_rate if row["method"] in (GRPO, *ORACLES)]
+    draw_controls(runs, controls, DATA / "control.png")
+    draw_methods(runs, rows, DATA / "methods.png")
     for row in rows:
         shown = [f"{k} {x:.3f}" if isinstance(x, float) else f"{x}" for k, x in row.items()]
         print("  ".join(shown))
 
 
-def draw(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: Path) -> None:
-    """Saves the figure. Left: mean held-out curves. Right: the share of GRPO's rollouts."""
+def seed_differences(runs: list[dict[str, str]], method: str, rate: str) -> dict[str, np.ndarray]:
+    """Returns what each finished seed has over GRPO at RATE: by "area" and by "end"."""
+    own = stored_curves(runs, method, rate)
+    other = stored_curves(runs, GRPO, RATE)
+    common_seeds = sorted(own.keys() & other.keys())
+    seeds = [seed for seed in common_seeds if len(own[seed]) == len(other[seed])]
+    curves = np.array([own[seed] for seed in seeds])
+    others = np.array([other[seed] for seed in seeds])
+    return {"area": area(curves) - area(others), "end": curves[:, -1] - others[:, -1]}
+
+
+def draw_controls(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: Path) -> None:
+    """Saves the controls' figure. Left: held-out curves. Right: the share of GRPO's rollouts."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    colors = dict(zip(COMMANDS, COLORS, strict=True))
     for place, row in enumerate(rows):
-        color = colors[row["method"]]
+        color = COLORS[row["method"]]
         curves = list(stored_curves(runs, row["method"], row["rate"]).values())
         longest = max(map(len, curves))
         rollouts = np.linspace(0, ROLLOUTS, longest)
         mean = np.mean([curve for curve in curves if len(curve) == longest], axis=0)
-        label = f"{row['method']} (finished seeds: {row['seeds']})"
+        label = f"{row['method']} ({row['seeds']} seeds)"
         left.plot(rollouts, mean, color=color, label=label, linewidth=2)
         for curve in curves:
             left.plot(rollouts[: len(curve)], curve, color=color, linewidth=0.5, alpha=0.5)
@@ -360,7 +384,7 @@ def draw(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: Path) -> 
     left.set_title("Sampled accuracy, held-out chains of 8 operations", loc="left")
     left.set_xlabel("rollouts of 16 completions")
     left.set_ylim(0, 1)
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=9)
     right.axvline(1, color="black", linewidth=1)
     right.axvline(BAR, color="#888888", linewidth=1, linestyle="--")
     right.set_yticks(range(len(rows)), [row["method"] for row in rows])
@@ -368,6 +392,45 @@ def draw(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: Path) -> 
     right.set_xlim(0, 1.2)
     right.set_title("Share of GRPO's rollouts to reach GRPO's end (bar: .8)", loc="left")
     right.set_xlabel("with 95% interval over paired seeds; 1.2: not reached")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def order_on_the_page(row: dict[str, Any]) -> tuple[int, str]:
+    """Returns a key that sorts rows by method, as in COMMANDS, and then by rate."""
+    return list(COMMANDS).index(row["method"]), row["rate"]
+
+
+def draw_methods(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: Path) -> None:
+    """Saves the forest plot: what each method and rate has over GRPO at RATE, a dot for a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = sorted(
+        (row for row in rows if (row["method"], row["rate"]) != (GRPO, RATE)),
+        key=order_on_the_page,
+    )
+    size = (12, 1.6 + 0.3 * len(shown))
+    figure, panels = plt.subplots(1, 2, figsize=size, layout="constrained", sharey=True)
+    titles = {"area": "Mean height of the learning curve", "end": "Accuracy at the end"}
+    for panel, (name, title) in zip(panels, titles.items(), strict=True):
+        for place, row in enumerate(shown):
+            color = COLORS[row["method"]]
+            values = seed_differences(runs, row["method"], row["rate"])[name]
+            panel.plot(values, [place] * len(values), "o", color=color, markersize=5, alpha=0.5)
+            if row["seeds"] >= FEWEST_SEEDS:
+                limits = [row[f"{name}_low"], row[f"{name}_high"]]
+                panel.plot(limits, [place, place], color=color, linewidth=3, alpha=0.6)
+            mean = row[f"{name}_more"]
+            panel.plot(mean, place, "D", color=color, markersize=8, markeredgecolor="white")
+        panel.axvline(0, color="black", linewidth=1)
+        panel.set_title(f"{title}, over GRPO's", loc="left")
+        panel.set_xlabel("sampled accuracy; dots: seeds; bars: 95% intervals of the mean")
+    labels = [f"{row['method']}, rate {row['rate']}" for row in shown]
+    panels[0].set_yticks(range(len(shown)), labels)
+    panels[0].set_ylim(len(shown) - 0.5, -0.5)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -1,4 +1,4 @@
-"""grpo_arca.py with exact credit in four variants: the positive controls of headroom.py.
+"""grpo_arca.py with exact credit in three variants: the positive controls of headroom.py.
 
     python results/headroom_oracle.py --oracle step_values --seed 1    # and grpo_arca.py's flags
 
@@ -9,9 +9,6 @@ chance that a solution whose first c claims are right becomes right in the end (
     least_variance   V_c on a right claim, -(V_{c+1} - V_c) on a wrong one. It is the same gradient
                      on average: only the baseline differs (see step_advantages)
     right_only       step_values, but nothing for completions that are wrong in the end
-    step_rewards     1 - h on a right claim, -h on a wrong one; h = V_c / V_{c+1} is the claim's
-                     chance of being right. This is another objective: every step counts alike,
-                     whatever happens after it
 
 All are scaled by what GRPO's standard deviation would do on average. Values come from
 continuations by the present policy, of which CONTINUATIONS begin after each claim that a sample
@@ -27,13 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch
-from step_values import Solution, group_scale, read_rollout, read_solution, step_advantages
+from step_values import Solution, read_rollout, read_solution, step_advantages
 from torch import Tensor
 
 import grpo_arca as trainer
 from common.data import completions_of
 
-ORACLES = ("step_values", "least_variance", "right_only", "step_rewards")
+ORACLES = ("step_values", "least_variance", "right_only")
 CONTINUATIONS = 8  # that begin after each claim; a later claim has those of earlier ones as well
 
 
@@ -79,26 +76,6 @@ def sample_values(
     return values
 
 
-def step_reward_advantages(
-    solutions: dict[int, Solution], values: dict[int, list[float]], batch: trainer.Batch, size: int
-) -> Tensor:
-    """Returns advantages [B, T] of claims that count alike: 1 - h where right, -h where wrong.
-
-    Where the value after a claim is 0, nothing says what h is, and the claim gets nothing.
-    """
-    advantages = torch.zeros(batch.mask.shape)
-    for i, row in enumerate(batch.rows.tolist()):
-        solution = solutions[row]
-        value = values[row // size]
-        for claim, tokens in enumerate(solution.results):
-            if value[claim + 1] == 0:
-                continue
-            rate = value[claim] / value[claim + 1]
-            advantage = 1 - rate if claim < solution.right else -rate
-            advantages[i, tokens.start : tokens.stop] = group_scale(value[0], size) * advantage
-    return advantages * batch.mask
-
-
 def oracle_credit(
     oracle: str, run: trainer.Run, train_set: trainer.ProblemSet, batch: trainer.Batch
 ) -> Tensor:
@@ -106,9 +83,6 @@ def oracle_credit(
     size = run.args.num_generations
     solutions = read_rollout(run, batch)
     values = sample_values(run, train_set, batch, solutions)
-    if oracle == "step_rewards":
-        return step_reward_advantages(solutions, values, batch, size)
-
     least_variance = oracle == "least_variance"
     advantages = step_advantages(solutions, values, batch, size, False, least_variance)
     if oracle == "right_only":

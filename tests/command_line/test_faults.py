@@ -121,7 +121,10 @@ OUT_OF_MEMORY = {
 }
 
 
-@pytest.mark.parametrize("where", OUT_OF_MEMORY)
+SLOW_CASES = [pytest.param(name, marks=pytest.mark.slow) for name in ("CPU", "CPU by mmap")]
+
+
+@pytest.mark.parametrize("where", ["GPU", *SLOW_CASES])
 def test_out_of_memory_is_a_sentence_with_three_flags(run_main, rows_of, monkeypatch, where):
     """If there is a checkpoint, it can be resumed."""
     collect = trainer.collect
@@ -164,7 +167,7 @@ def test_out_of_memory_before_the_first_step(run_main, monkeypatch, function):
     assert code == 2 and "--gradient_checkpointing" in error_line(err)
 
 
-@pytest.mark.parametrize("when", ["start", "log"])
+@pytest.mark.parametrize("when", ["log", pytest.param("start", marks=pytest.mark.slow)])
 def test_a_tracker_that_fails_is_said_once(run_main, monkeypatch, when):
     calls = []
 

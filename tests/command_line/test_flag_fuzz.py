@@ -10,16 +10,12 @@ import importlib
 import json
 import os
 import random
-import signal
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from accelerate.state import AcceleratorState
 from support import SCRIPTS, TINY, run_forks
 
-import common.report
 from common.data import chain_problems
 
 BASE = {
@@ -279,37 +275,6 @@ def check(folders: list[Path], combinations: list[Combination]) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_tables_have_every_flag(script):
     assert flags_of(script) == set(table(script)) - {"no_such_flag"}
-
-
-def run_here(folder: Path, combination: Combination, data: Path, capfd, patch) -> None:
-    """As fork_server.py runs it, in this process."""
-    folder.mkdir()
-    patch.chdir(folder)
-    patch.setattr(common.report, "write_curves", lambda *_: None)
-    patch.setattr(signal, "signal", lambda *_: None)  # pytest has its own
-    argv = [fill(word, data) for word in combination.argv()]
-    patch.setattr(sys, "argv", [combination.script + ".py", *argv])
-    AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
-    code = 0
-    try:
-        importlib.import_module(combination.script).main()
-    except SystemExit as stop:
-        code = stop.code
-    for name, text in zip(("stdout", "stderr"), capfd.readouterr(), strict=True):
-        (folder / f"{name}.txt").write_text(text)
-    (folder / "code.txt").write_text(str(code))
-
-
-def test_a_few_combinations(tmp_path, capfd, monkeypatch):
-    rng, data = random.Random(13), tmp_path / "data"
-    data.mkdir()
-    write_data(data)
-    combinations = [draw(rng) for _ in range(6)]
-    folders = [tmp_path / f"{i:04d}" for i in range(len(combinations))]
-    for folder, combination in zip(folders, combinations, strict=True):
-        with monkeypatch.context() as patch:
-            run_here(folder, combination, data, capfd, patch)
-    check(folders, combinations)
 
 
 @pytest.mark.slow

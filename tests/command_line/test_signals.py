@@ -34,10 +34,10 @@ def handlers() -> Iterator[None]:
 def test_the_first_signal_of_any_kind_asks_for_the_end(number, capfd):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     request = trainer.StopRequest()
-    request.listen()
-    assert not request.received
-    os.kill(os.getpid(), number)
-    assert request.received
+    with request.listening():
+        assert not request.received
+        os.kill(os.getpid(), number)
+        assert request.received
     assert "ending after this rollout or batch; a second signal ends" in capfd.readouterr().err
 
 
@@ -48,19 +48,26 @@ def test_the_second_signal_ends_the_process_unless_it_is_the_launchers_end(secon
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     request = trainer.StopRequest()
-    request.listen()
-    os.kill(os.getpid(), signal.SIGINT)
-    assert request.received and not codes
-    os.kill(os.getpid(), second)
+    with request.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.received and not codes
+        os.kill(os.getpid(), second)
     assert codes == ([] if second == trainer.LAUNCHER_HAS_ENDED else [128 + second])
 
 
 def test_under_nohup_a_closed_terminal_is_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a command
     request = trainer.StopRequest()
-    request.listen()
-    os.kill(os.getpid(), signal.SIGHUP)
-    assert not request.received and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    with request.listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not request.received and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_after_a_run_signals_go_where_they_went_before(run_main):
+    """Else no other cell of a notebook could be interrupted."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    assert run_main(max_steps=0)[0] == 0
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
 
 
 # ---- Where a run ends ----------------------------------------------------------------------------

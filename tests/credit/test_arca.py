@@ -31,8 +31,7 @@ def scored(run, *batches):
 SIGNALS = ["arca", "surprisal", "probability", "entropy_reduction", "divergence"]
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0])
-@pytest.mark.parametrize("credit", SIGNALS)
+@pytest.mark.parametrize(("credit", "p"), [("arca", 1.0), *((name, 2.0) for name in SIGNALS)])
 def test_signals_against_a_token_by_token_reference(make_run, credit, p):
     """One completion at a time, unpadded, through the model's own logits and hidden states."""
     run = make_run(credit=credit, sharpening=p)

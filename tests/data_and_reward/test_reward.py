@@ -503,6 +503,7 @@ def test_a_call_ends_when_its_budget_is_spent():
         assert grader.timeouts == 9
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_for_one_verdict_and_one_large_enough():
     with Grader(2, timeout=30.0, budget=1e-9) as grader:
         assert grader.grade([box("14/2")] * 2, ["7"] * 2) == [0.0, 0.0]
@@ -694,7 +695,7 @@ if sys.argv[2] == "killed":
 
 
 @LINUX
-@pytest.mark.parametrize("end", ["killed", "exit"])
+@pytest.mark.parametrize("end", ["killed", pytest.param("exit", marks=pytest.mark.slow)])
 def test_no_worker_outlives_its_parent(end, tmp_path):
     command = [sys.executable, "-c", PARENT, str(ROOT), end]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as parent:
@@ -707,6 +708,7 @@ def test_no_worker_outlives_its_parent(end, tmp_path):
     assert gone(worker, 5.0)
 
 
+@pytest.mark.slow
 def test_close_is_idempotent_and_not_the_end():
     grader = Grader(1, 30.0)
     grader.close()
@@ -737,6 +739,7 @@ def test_workers_that_cannot_start_are_one_clear_error(cause, tmp_path, monkeypa
             assert grader._workers == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_to_start_once_is_started_again(tmp_path, monkeypatch):
     program = tmp_path / "python"
     failed = tmp_path / "failed"

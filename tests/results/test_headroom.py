@@ -3,13 +3,8 @@
 from pathlib import Path
 
 import headroom as study
-import headroom_oracle
 import numpy as np
 import pytest
-import step_values
-import torch
-
-import grpo_arca as trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "results/data/headroom"
@@ -34,18 +29,6 @@ def test_the_interval_of_the_share_is_where_the_limits_of_the_lead_are_zero():
         assert study.interval(lead)[limit] == pytest.approx(0, abs=3e-3)
     assert (curves[:, 1] * share - others[:, 1]).mean() == pytest.approx(0, abs=2e-3)
     assert low < share < high
-
-
-def test_step_rewards_count_every_claim_alike():
-    """Two right claims, then a wrong one; their rates are .5, .8 and .6."""
-    solution = step_values.Solution(2, [range(1, 3), range(4, 5), range(6, 7)], [], [])
-    values = {1: [0.24, 0.48, 0.6, 1.0]}
-    mask = torch.ones(1, 8, dtype=torch.bool)
-    unset = trainer.NOT_SET
-    batch = trainer.Batch(torch.tensor([4]), 0, unset, mask, unset, unset, unset)
-    found = headroom_oracle.step_reward_advantages({4: solution}, values, batch, 4)[0]
-    expected = torch.tensor([0, 0.5, 0.5, 0, 0.2, 0, -0.6, 0])
-    assert torch.allclose(found, expected * step_values.group_scale(0.24, 4))
 
 
 def test_the_published_table_is_that_of_the_published_runs():

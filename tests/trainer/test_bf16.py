@@ -13,7 +13,7 @@ import grpo_oar
 import grpo_strace
 
 trainer = grpo_arca
-SIZES = (1, 0.3, 0.1, 0.03, 0.01, 0.003)
+SIZES = (1, 0.1, 0.01, 0.003)
 
 
 @pytest.mark.parametrize("weights", ["dense", "quantized"])

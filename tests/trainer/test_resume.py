@@ -64,10 +64,8 @@ def test_a_finished_run_goes_on_from_its_last_checkpoint(run_main, rows_of, tmp_
     assert code == 0 and "--max_steps was 2 before, now it is 3" in err
     assert [row["step"] for row in rows_of()] == [1, 2, 3]
     assert len(trainer.checkpoints(tmp_path / "out")) == 2
-    for none in ({"max_steps": 0}, {"max_steps": 1, "save_steps": 0}):
-        assert run_main(**flags | none | {"output_dir": "none"})[0] == 0
-        assert trainer.checkpoints(tmp_path / "none") == []
-        shutil.rmtree(tmp_path / "none")
+    code, _, err = run_main(**flags | {"max_steps": 1, "save_steps": 0, "output_dir": "none"})
+    assert code == 0 and trainer.checkpoints(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
