@@ -260,7 +260,7 @@ class Args:
     output_dir: str = flag("", "default: runs/<script>-<credit>-<seed>")
     save_steps: int = flag(50, "updates between checkpoints; 0 is off", at_least=0)
     save_total_limit: int | None = flag(
-        None, "keep only the newest, this many, and the best", at_least=1
+        None, "keep this many checkpoints, and the best", at_least=1
     )
     resume_from_checkpoint: str | None = flag(None, "a checkpoint, or latest: the newest, if any")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "tracker")
