@@ -19,8 +19,9 @@ The table shows, with 95% intervals over batches:
                  gradient: 1 is the same direction, 0 a right angle
 
 Each row ends with a verdict. A method is better than GRPO where the whole interval of `adam` is
-above 1, and worse where it is below. If it holds 1, the verdict says how many batches would tell:
-an interval becomes narrower as 1 / sqrt(batches), and `adam` is taken to stay where it is.
+above 1, and worse where it is below, unless all of it is within 2% of 1. If it holds 1, the verdict
+says how many batches would tell: an interval becomes narrower as 1 / sqrt(batches), and `adam` is
+taken to stay where it is.
 
 `half of the groups` is the control: plain GRPO that leaves out every other group, and so is worth
 exactly 1/2. If the interval of its `worth` misses 1/2, which may happen, the other rows need more
@@ -90,6 +91,7 @@ OWN_FLAGS = {"credit", "sharpening", "score_in_fp32", "negative_weight", "loss_t
 OWN_FLAGS |= {"output_dir", "run_name"}
 PRINTED_FIGURES = ("worth", "adam", "completions", "direction")
 OTHER_DIRECTION = 0.9  # a cosine below this is more than 25 degrees off
+NEGLIGIBLE = 0.02  # a worth that is nearer to 1 is that of GRPO
 MOST_BATCHES = 10_000  # beyond that, a verdict names no number
 BOOTSTRAP_DRAWS = 2000
 LONGEST_MESSAGE = 600  # characters
@@ -453,8 +455,11 @@ def verdict(row: dict[str, Any], batches: int) -> str:
             return "control: holds"
         return "control: misses 0.5, take more --batches"
     value, low, high = (row[f"adam{end}"] for end in ("", "_low", "_high"))
-    if max(abs(low - 1), abs(high - 1)) < 1e-6:
+    difference = max(abs(low - 1), abs(high - 1))
+    if difference < 1e-6:
         return "the same as GRPO"
+    if difference < NEGLIGIBLE:
+        return f"within {NEGLIGIBLE:.0%} of GRPO"
     if low > 1 and row["direction_high"] < OTHER_DIRECTION:
         return "better than GRPO, but in another direction"
     if low > 1:

@@ -433,6 +433,10 @@ def readme_sentences() -> list[str]:
     one, two = thread_seconds()
     mine = find("worth/my_method", method="my_method.py")
     surprisal = find("worth/my_method", method="grpo_arca.py --credit surprisal")
+    verdict = surprisal["verdict"]
+    assert mine["verdict"] == verdict
+    rlsd = find("worth/my_method", method="rlsd.py")
+    shuffled = find("worth/my_method", method="rlsd.py --credit shuffled")
     greedy = plain(untrained("chains of 8 operations")["greedy_accuracy"])
     sampled = plain(untrained("chains of 8 operations")["sampled_accuracy"])
     peak = plain(find(SMOLLM2, method="uniform (GRPO)")["peak_gb"], 1)
@@ -445,7 +449,11 @@ def readme_sentences() -> list[str]:
         f"solves {greedy} of the problems greedily before training, and only {sampled} when",
         f"rises from {percentages(before)} to {percentages(after)}.",
         f"seven minutes of one core and {peak} GiB of memory",
-        f"is {interval(mine, 'adam')} for `my_method.py` and {interval(surprisal, 'adam')} for",
+        f"is {interval(mine, 'completions')} for `my_method.py` and "
+        f'{interval(surprisal, "completions")} for surprisal. The verdict on both is "{verdict}"',
+        f"RLSD is worth {interval(rlsd, 'completions')} and the control "
+        f"{interval(shuffled, 'completions')}, so here it gains nothing that "
+        f"{rlsd['batches']} batches can show.",
         f"a step took {one} seconds with one thread and {two} with two.",
     ]
 
@@ -559,6 +567,17 @@ def one_line(text: str) -> str:
 
 def page_text(name: str) -> str:
     return one_line((ROOT / name).read_text(encoding="utf-8"))
+
+
+def test_the_readmes_methods_are_measured_until_the_control_holds() -> None:
+    half = find("worth/my_method", method="half of the groups")
+    assert half["verdict"] == "control: holds"
+    rlsd = find("worth/my_method", method="rlsd.py")
+    assert float(rlsd["adam_low"]) < 1 < float(rlsd["adam_high"])
+    shuffled = find("worth/my_method", method="rlsd.py --credit shuffled")
+    assert shuffled["verdict"] == "within 2% of GRPO"
+    text = page_text("README.md")
+    assert text.count(f"--batches {half['batches']}") == 2
 
 
 def statements(name: str) -> list[str]:

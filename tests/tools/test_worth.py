@@ -325,8 +325,10 @@ def test_the_rows_have_completions_where_the_control_is_measured():
         (2.9, 3.3, 3.8, 0.8, "better than GRPO, but in another direction"),
         (0.45, 0.5, 0.6, 0.8, "worse than GRPO"),
         (1.0, 1.0, 1.0, 1.0, "the same as GRPO"),
+        (0.992, 0.995, 0.998, 1.0, "within 2% of GRPO"),
+        (0.979, 0.985, 0.99, 1.0, "worse than GRPO"),
         (0.81, 1.0, 1.21, 1.0, "cannot be told; more than 10,000 batches would tell"),
-        (0.99, 0.9999, 1.01, 1.0, "cannot be told; more than 10,000 batches would tell"),
+        (0.97, 0.9999, 1.03, 1.0, "cannot be told; more than 10,000 batches would tell"),
         # The interval is +-ln 1.21, twice the effect ln 1.1: four times the batches.
         (1.1 / 1.2099, 1.1, 1.1 * 1.2099, 1.0, "cannot be told; about 96 batches would tell"),
         # The interval is +-ln 1.9, ten times the effect: 2400 batches.
