@@ -145,7 +145,8 @@ PROBLEMS = [
 
 def rlsd_batch(rlsd, run):
     """Returns a batch of completions for the problems above: better, worse, and like the others."""
-    prompts = [encode_prompt(run.tokenizer, problem.prompt) for problem in PROBLEMS]
+    system = run.args.system_prompt
+    prompts = [encode_prompt(run.tokenizer, problem.prompt, system) for problem in PROBLEMS]
     batch = rlsd.sample(run, torch.arange(3), prompts, torch.rand(3, 24))
     batch.problems = PROBLEMS
     batch.advantages = torch.tensor([1.5, -0.5, 0.0])
@@ -161,16 +162,21 @@ def completion_logp(run, prompt: list[int], completion: torch.Tensor) -> torch.T
     return logp[:-1].gather(1, ids[1:, None])[-len(completion) :, 0]
 
 
-def test_the_readmes_rlsd_is_the_formula(make_run, fork) -> None:
+@pytest.mark.parametrize("system", [None, "Be exact."])
+def test_the_readmes_rlsd_is_the_formula(make_run, fork, system) -> None:
     rlsd = fork("rlsd", RLSD)
     run = make_run(rlsd, adapter=0.02)
+    run.args.system_prompt = system
     batch = rlsd_batch(rlsd, run)
     rlsd.score(run, batch, [batch], {})
     moved = 0
     for row, problem in enumerate(PROBLEMS):
         completion = batch.ids[row, batch.prompt_width :][batch.mask[row]]
-        plain = encode_prompt(run.tokenizer, problem.prompt)
-        told = encode_prompt(run.tokenizer, problem.prompt, f"The answer is {problem.answer}.")
+        hint = f"The answer is {problem.answer}."
+        if system is not None:
+            hint = f"{system} {hint}"
+        plain = encode_prompt(run.tokenizer, problem.prompt, system)
+        told = encode_prompt(run.tokenizer, problem.prompt, hint)
         d = completion_logp(run, told, completion) - completion_logp(run, plain, completion)
         w = torch.exp(batch.advantages[row].sign() * d).clamp(0.8, 1.2)
         expected = 0.5 + 0.5 * w

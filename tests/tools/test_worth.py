@@ -102,7 +102,8 @@ def test_pair_means_are_those_of_two_loops():
 
 def made_gradients(count=400, size=300) -> dict[str, np.ndarray]:
     """Uniform: mean of length 1 and total variance 4. Others by name."""
-    rng, mean = np.random.default_rng(1), np.zeros(size)
+    rng = np.random.default_rng(1)
+    mean = np.zeros(size)
     mean[0] = 1.0
 
     def noise() -> np.ndarray:
@@ -231,10 +232,12 @@ def test_squared_gradients_are_those_of_each_completion_alone(adapter):
     run, data = worth.prepare(SMALL, str(adapter))
     run.rollout = 5
     batch = trainer.collect(run, data, {})
-    trained, expected = [p for p in run.model.parameters() if p.requires_grad], torch.zeros(2, 2)
+    trained = worth.trained_parameters(run)
+    expected = torch.zeros(2, 2)
     for row, advantage in enumerate(batch.advantages.tolist()):
         if advantage != 0:
-            ids, said = batch.ids[row][batch.attention[row].bool()], int(batch.mask[row].sum())
+            ids = batch.ids[row][batch.attention[row].bool()]
+            said = int(batch.mask[row].sum())
             logp = run.model(input_ids=ids[None]).logits[0].log_softmax(-1)
             logp = logp[:-1].gather(1, ids[1:, None])[-said:].mean()
             length = sum(part.square().sum() for part in torch.autograd.grad(logp, trained))
@@ -253,7 +256,9 @@ def test_how_much_longer_a_gradient_is_below_by_hand():
 
 def shown_row(**figures: float | str) -> dict:
     """Returns a row with all that is printed, 1 where nothing else is given."""
-    row = {f"{key}{end}": 1.0 for key in worth.PRINTED_FIGURES for end in ("", "_low", "_high")}
+    row: dict = {}
+    for key in worth.PRINTED_FIGURES:
+        row |= worth.with_interval(key, np.ones(3))
     row |= {"method": "x", "verdict": "the same as GRPO", "batches": 4, "reward": 0.1}
     row |= {"entropy": 0.5, "below_over_above": 1}
     row |= {"below_over_above_low": 1, "below_over_above_high": 1}
@@ -380,7 +385,11 @@ def test_every_row_of_the_table_ends_with_its_verdict():
 def test_a_method_without_a_gradient_ends_in_a_sentence(monkeypatch, tmp_path):
     nothing = {key: torch.ones(3) for key in worth.keys_of([])}
     nothing |= {worth.HALF: torch.zeros(3)}
-    monkeypatch.setattr(worth, "measure_all", lambda *_: [nothing] * 4)
+
+    def measured(*_: object) -> list:
+        return [nothing] * 4
+
+    monkeypatch.setattr(worth, "measure_all", measured)
     monkeypatch.setattr(sys, "argv", ["worth.py", "--batches", "4", "--folder", str(tmp_path)])
     with pytest.raises(SystemExit, match="gradient of half of the groups is 0 in every batch"):
         worth.main()
