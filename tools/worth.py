@@ -25,9 +25,9 @@ taken to stay where it is.
 
 `half of the groups` is the control: plain GRPO that leaves out every other group, and so is worth
 exactly 1/2. If the interval of its `worth` misses 1/2, which may happen, the other rows need more
-batches, too. Its `adam` is usually above 1/2, because division by the root mean square takes away
-a part of the noise. That shows how to read `adam` as completions: `completions` is `adam`, raised
-to the power that makes the control 1/2.
+batches, too. Its `adam` is often above 1/2, because division by the root mean square hides how
+clean a coordinate of strong signal is. That shows how to read `adam` as completions: `completions`
+is `adam`, raised to the power that makes the control 1/2.
 
 |mean|^2 and <mean, mean'> are means over pairs of different batches, and therefore unbiased.
 `direction` divides one such mean by the roots of two others, which correct it for noise, so the

@@ -323,6 +323,20 @@ def test_the_rows_have_completions_where_the_control_is_measured():
     assert "completions" not in worth.figures(gradients)[1]
 
 
+def test_adam_hides_how_clean_a_coordinate_of_strong_signal_is():
+    """Half of the coordinates have mean 1 and variance 1, the others no mean. As Adam scales them,
+    the ratio is (1/2) / (1/2 + 1), and (1/3) / (2/3 + 1) at twice the variance: 0.6 of it."""
+    rng = np.random.default_rng(5)
+    mean = np.arange(400) % 2
+    gradients = {
+        worth.UNIFORM: mean + rng.normal(size=(400, 400)),
+        worth.HALF: mean + rng.normal(size=(400, 400)) * 2**0.5,
+    }
+    half = worth.figures(gradients)[1]
+    assert half["worth"] == pytest.approx(0.5, abs=0.02)
+    assert half["adam"] == pytest.approx(0.6, abs=0.02)
+
+
 @pytest.mark.parametrize(
     "low, value, high, direction, words",
     [
