@@ -6,7 +6,7 @@
     python results/worth_study.py --folder runs/quick --batches 4 --settings 4-start -- \\
         --per_device_train_batch_size 8        # in small; flags of grpo_arca.py
 
-The instrument is tools/worth.py: it says what worth, adam, bias and aligned are, and every method
+The instrument is tools/worth.py: it says what worth, adam, direction and aligned are. Every method
 gets the same batches of 128 completions by the same policy. Two more columns stand here: `cosine`,
 of one batch's gradient with the policy gradient of the other batches, and `nearest`, the method
 whose gradients are most alike.
@@ -114,6 +114,7 @@ ORACLES = (STEP_VALUES, WHOLE_STEPS, FIRST_WRONG, DIGITS, LEAST_VARIANCE)
 NULL = "other samples"
 ROWS = (*METHODS, BASELINE, *ORACLES, NULL)
 OF_A_BATCH = {*ROWS, "reward"}  # the keys of its file
+FIGURES = ("worth", "aligned", "adam", "direction", "cosine")  # that are printed
 OTHER_ROLLOUT = 1_000_000  # added to a batch's number, for the null test
 
 
@@ -336,7 +337,9 @@ def draw_setting(axes: Any, rows: list[dict[str, Any]], names: list[str]) -> Non
     for place, name in enumerate(names):
         row = row_of[name]
         color = color_of(name)
-        face = color if row["bias_low"] > 0.9 else "white"  # hollow: it may point elsewhere
+        face = (
+            color if row["direction_low"] > worth.OTHER_DIRECTION else "white"
+        )  # hollow: it may point elsewhere
         for key, marker, shift in (("worth", "o", 0.15), ("adam", "s", -0.15)):
             y = place + shift
             ends = np.clip([row[f"{key}_low"], row[f"{key}_high"]], 0.03, 30)
@@ -419,7 +422,7 @@ def main() -> None:
     worth.write_table(rows, options.output.with_suffix(".csv"))
     draw(rows, options.output.with_suffix(".png"))
     for row in rows:
-        cells = [f"{key} {worth.shown_figure(row, key)}" for key in worth.FIGURES]
+        cells = [f"{key} {worth.shown_figure(row, key)}" for key in FIGURES]
         cells.append(f"nearest {row['nearest']} ({row['nearest_cosine']:.3f})")
         print(f"{row['setting']:26s} {row['method']:26s} {'  '.join(cells)}")
 

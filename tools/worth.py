@@ -10,24 +10,38 @@ methods and to plain GRPO, with which they are compared. Every method gets the s
 rollout of those flags by the same policy, and turns each of them into a gradient of the adapter.
 The table shows, with 95% intervals over batches:
 
-    worth    the signal-to-noise ratio |mean|^2 / variance of the batch gradients, divided by that
-             of plain GRPO: so many of its completions are as good as one under the method
-    adam     the same, with each coordinate divided by its root mean square, as the optimizer does
-    bias     the cosine of the mean gradient with that of plain GRPO, which is the policy gradient;
-             it is corrected for the noise of both, so 1 means no bias
-    aligned  worth * bias^2: the part of the worth that points along the policy gradient
+    worth        the signal-to-noise ratio |mean|^2 / variance of the batch gradients, divided by
+                 that of plain GRPO
+    adam         the same, with each coordinate divided by its root mean square, as the optimizer
+                 does
+    completions  so many completions under plain GRPO are as good as one under the method, to Adam
+    direction    the cosine of the mean gradient with that of plain GRPO, which is the policy
+                 gradient: 1 is the same direction, 0 a right angle
+
+Each row ends with a verdict. A method is better than GRPO where the whole interval of `adam` is
+above 1, and worse where it is below, unless all of it is within 2% of 1. If it holds 1, the verdict
+says how many batches would tell: an interval becomes narrower as 1 / sqrt(batches), and `adam` is
+taken to stay where it is.
+
+`half of the groups` is the control: plain GRPO that leaves out every other group, and so is worth
+exactly 1/2. If the interval of its `worth` misses 1/2, which may happen, the other rows need more
+batches, too. Its `adam` is often above 1/2, because division by the root mean square hides how
+clean a coordinate of strong signal is. That shows how to read `adam` as completions: `completions`
+is `adam`, raised to the power that makes the control 1/2.
 
 |mean|^2 and <mean, mean'> are means over pairs of different batches, and therefore unbiased.
-Intervals are percentile bootstraps over batches, with the same draws for a method and for GRPO.
+`direction` divides one such mean by the roots of two others, which correct it for noise, so the
+estimate may exceed 1. The table then shows 1, and the .csv file the estimate. Intervals are
+percentile bootstraps over batches, with the same draws for a method and for GRPO.
 
 Above the table stand the share of the reward that the policy earns, the entropy of its tokens, and
 the ratio of two squared gradients: of a completion below its group's mean, over one above it. The
 baseline of least variance weighs rewards by these squares. So the longer the gradients of wrong
 completions are, the more is gained by leaving them out (--negative_weight 0).
 
-`half of the groups` is plain GRPO that leaves out every other group, and is worth 1/2. Where 1/2 is
-not in its interval, which may happen, the other rows need more batches, too. A method may be worth
-more at one policy than at another, so measure at two.
+A method may be worth more at one policy than at another, so measure at two. The .csv file has two
+more figures: `aligned`, which is worth * direction^2, and `cosine`, of the gradient of one batch
+with the mean gradient of the others under plain GRPO.
 
 Of each gradient, --coordinates are kept, the same random ones in every batch (all, if there are no
 more); results/README.md says what that does to the figures. The command resumes. With another
@@ -40,6 +54,7 @@ import contextlib
 import csv
 import hashlib
 import importlib.util
+import math
 import multiprocessing
 import os
 import shlex
@@ -74,8 +89,10 @@ SEED = ["--seed", "99"]  # no training run of ours has it
 # The flags of all scripts that a method may set. Any other would make other batches.
 OWN_FLAGS = {"credit", "sharpening", "score_in_fp32", "negative_weight", "loss_type"}
 OWN_FLAGS |= {"output_dir", "run_name"}
-FIGURES = ("worth", "aligned", "adam", "bias", "cosine")  # columns of a table
-PRINTED_FIGURES = ("worth", "adam", "bias", "aligned")
+PRINTED_FIGURES = ("worth", "adam", "completions", "direction")
+OTHER_DIRECTION = 0.9  # a cosine below this is more than 25 degrees off
+NEGLIGIBLE = 0.02  # a worth that is nearer to 1 is that of GRPO
+MOST_BATCHES = 10_000  # beyond that, a verdict names no number
 BOOTSTRAP_DRAWS = 2000
 LONGEST_MESSAGE = 600  # characters
 
@@ -314,10 +331,28 @@ def as_adam_sees(gradients: np.ndarray) -> np.ndarray:
     return scaled @ scaled.T
 
 
+def as_completions(adam: np.ndarray, half_adam: np.ndarray) -> np.ndarray:
+    """Returns Adam's worths [D] on the scale on which half of the groups is worth 1/2.
+
+    `half_adam` [D] is what it is worth to Adam. Where that is 1 or more, nothing can be told apart,
+    and the result lies near 0 or is huge.
+    """
+    power = math.log(0.5) / np.log(half_adam.clip(1e-12, 0.99))
+    with np.errstate(over="ignore"):
+        return (adam**power).clip(max=1e6)
+
+
+def with_interval(key: str, values: np.ndarray) -> dict[str, float]:
+    """Returns a figure and the ends of its 95% interval, from the figure and its draws [1 + D]."""
+    low, high = np.nanpercentile(values[1:], [2.5, 97.5])
+    return {key: values[0], f"{key}_low": low, f"{key}_high": high}
+
+
 def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, Any]]:
     """Returns a row for each method from its batch gradients [N, parameters].
 
-    A row has the figures and the ends of their intervals, `_low` and `_high`.
+    A row has the figures and the ends of their intervals, `_low` and `_high`. There are no
+    completions without the gradients of half of the groups.
     """
     uniform = gradients[UNIFORM]
     count = len(uniform)
@@ -327,9 +362,11 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, A
 
     uniform_products = uniform @ uniform.T  # [N, N]
     uniform_snr = signal_to_noise(uniform_products, weights)
-    uniform_adam = signal_to_noise(as_adam_sees(uniform), weights)
     uniform_square = pair_mean(uniform_products, weights).clip(1e-12)
     other_batches = uniform.sum(0) - uniform  # [N, parameters]
+    adam_snr = {
+        name: signal_to_noise(as_adam_sees(own), weights) for name, own in gradients.items()
+    }
 
     rows = []
     for name, own in gradients.items():
@@ -337,20 +374,22 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, A
         snr = signal_to_noise(products, weights)
         worth = snr / uniform_snr
         square = pair_mean(products, weights).clip(1e-12)
-        bias = pair_mean(own @ uniform.T, weights) / (square * uniform_square) ** 0.5
+        direction = pair_mean(own @ uniform.T, weights) / (square * uniform_square) ** 0.5
         lengths = np.linalg.norm(own, axis=1) * np.linalg.norm(other_batches, axis=1)
         cosines = (own * other_batches).sum(1) / lengths
         values = {
             "worth": worth,
-            "aligned": worth * bias.clip(0) ** 2,
-            "adam": signal_to_noise(as_adam_sees(own), weights) / uniform_adam,
-            "bias": bias,
+            "aligned": worth * direction.clip(0) ** 2,
+            "adam": adam_snr[name] / adam_snr[UNIFORM],
+            "direction": direction,
             "cosine": weights @ cosines / count,
         }
+        if HALF in gradients:
+            half_adam = adam_snr[HALF] / adam_snr[UNIFORM]
+            values["completions"] = as_completions(values["adam"], half_adam)
         row: dict[str, Any] = {"method": name, "snr": snr[0]}
-        for key in FIGURES:
-            low, high = np.nanpercentile(values[key][1:], [2.5, 97.5])
-            row |= {key: values[key][0], f"{key}_low": low, f"{key}_high": high}
+        for key, draws_of_figure in values.items():
+            row |= with_interval(key, draws_of_figure)
         rows.append(row)
     return rows
 
@@ -379,37 +418,72 @@ def policy_figures(found: list[Measured]) -> dict[str, float]:
 
 # ---- The table -----------------------------------------------------------------------------------
 def shown_figure(row: dict[str, Any], key: str) -> str:
-    """Returns "1.23 (1.01 - 1.45)", with a question mark for what has no signal."""
-    cells = [f"{row[key + end]:.2f}" for end in ("", "_low", "_high")]
-    value, low, high = (cell if len(cell) < 6 else "?" for cell in cells)
+    """Returns "1.23 (1.01 - 1.45)", with a question mark for what has no signal.
+
+    A direction is a cosine: an estimate above 1 is shown as 1.
+    """
+    cells = []
+    for end in ("", "_low", "_high"):
+        number = row[key + end]
+        has_signal = len(f"{number:.2f}") < 6
+        if key == "direction":
+            number = min(number, 1.0)
+        cells.append(f"{number:.2f}" if has_signal else "?")
+    value, low, high = cells
     return f"{value} ({low} - {high})"
 
 
-def report(rows: list[dict[str, Any]], batches: int) -> str:
-    """Returns what to print: the policy, a line for each method, and advice about more batches."""
+def batches_to_tell(value: float, low: float, high: float, batches: int) -> str:
+    """Returns how many batches would show that a ratio differs from 1, as words: "about 150".
+
+    Its interval is taken to narrow as 1 / sqrt(batches), on a logarithmic scale, around the same
+    value. The number is rounded up to two digits.
+    """
+    half_width = math.log(high / max(low, 1e-9)) / 2
+    effect = abs(math.log(value))
+    if half_width**2 * batches > effect**2 * MOST_BATCHES:
+        return f"more than {MOST_BATCHES:,}"
+    needed = max(batches * (half_width / effect) ** 2, batches + 1)
+    unit = 10 ** max(math.floor(math.log10(needed)) - 1, 0)
+    return f"about {math.ceil(needed / unit) * unit:,}"
+
+
+def verdict(row: dict[str, Any], batches: int) -> str:
+    """Returns in words what the intervals say about the method of a row."""
+    if row["method"] == HALF:
+        if row["worth_low"] < 0.5 < row["worth_high"]:
+            return "control: holds"
+        return "control: misses 0.5, take more --batches"
+    value, low, high = (row[f"adam{end}"] for end in ("", "_low", "_high"))
+    difference = max(abs(low - 1), abs(high - 1))
+    if difference < 1e-6:
+        return "the same as GRPO"
+    if difference < NEGLIGIBLE:
+        return f"within {NEGLIGIBLE:.0%} of GRPO"
+    if low > 1 and row["direction_high"] < OTHER_DIRECTION:
+        return "better than GRPO, but in another direction"
+    if low > 1:
+        return "better than GRPO"
+    if high < 1:
+        return "worse than GRPO"
+    return f"cannot be told; {batches_to_tell(value, low, high, batches)} batches would tell"
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """Returns what to print: the policy, and a line with a verdict for each method."""
     policy = rows[0]
     ratio, low, high = (policy[f"below_over_above{end}"] for end in ("", "_low", "_high"))
     width = max(len(row["method"]) for row in rows)
     lines = [
-        f"{batches} batches, {policy['reward']:.1%} of the reward, "
+        f"{policy['batches']} batches, {policy['reward']:.1%} of the reward, "
         f"{policy['entropy']:.2f} nats a token",
         "squared gradient of a completion below its group's mean over that of one above: "
         f"{ratio:.1f} ({low:.1f} - {high:.1f})",
-        " " * width + "".join(f"{key:>22s}" for key in PRINTED_FIGURES),
+        " " * width + "".join(f"{key:>20s}" for key in PRINTED_FIGURES) + "  verdict",
     ]
     for row in rows:
-        cells = [f"{shown_figure(row, key):>22s}" for key in PRINTED_FIGURES]
-        lines.append(f"{row['method']:{width}s}" + "".join(cells))
-
-    # How many batches would make an interval as narrow as a fifth of its figure on either side?
-    for row in rows[2:]:
-        half_width = (row["worth_high"] - row["worth_low"]) / 2 / max(row["worth"], 1e-9)
-        if 0.2 < half_width < 2:  # beyond 2 nobody can say
-            needed = round(batches * (half_width / 0.2) ** 2)
-            lines.append(f"{row['method']}: about {needed} batches for a fifth more or less")
-    null = rows[1]
-    if not null["worth_low"] < 0.5 < null["worth_high"]:
-        lines.append(f"{HALF} is worth 0.5, and its interval misses that: take more --batches")
+        cells = [f"{shown_figure(row, key):>20s}" for key in PRINTED_FIGURES]
+        lines.append(f"{row['method']:{width}s}{''.join(cells)}  {row['verdict']}")
     return "\n".join(lines)
 
 
@@ -526,9 +600,16 @@ def main() -> None:
         gradients[method] = stacked.double().numpy()
     if not gradients[UNIFORM].any():
         fail("every group of every batch has equal rewards: take easier or harder problems")
-    columns = policy_figures(found)
+    for method, of_batches in gradients.items():
+        if not of_batches.any():
+            fail(
+                f"the gradient of {method} is 0 in every batch: weigh some token, or add --batches"
+            )
+    columns = policy_figures(found) | {"batches": options.batches}
     rows = [row | columns for row in figures(gradients)]
-    print(report(rows, options.batches))
+    for row in rows:
+        row["verdict"] = verdict(row, options.batches)
+    print(report(rows))
     if options.output:
         write_table(rows, options.output)
 

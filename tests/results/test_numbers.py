@@ -93,6 +93,14 @@ def interval(row: Row, key: str, places: int = 2) -> str:
     return f"{value:.{places}f} ({low:.{places}f} to {high:.{places}f})"
 
 
+def direction(row: Row) -> str:
+    """Returns the cosine with the policy gradient; an estimate above 1 is written as 1."""
+    shown = {}
+    for end in ("", "_low", "_high"):
+        shown["cosine" + end] = str(min(float(row["direction" + end]), 1.0))
+    return interval(shown, "cosine")
+
+
 def line(*cells: str) -> str:
     """Returns a row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
@@ -229,8 +237,8 @@ def worth_rows() -> list[str]:
     rows = []
     for method in re.split(r"\||\n *", shown):
         row = find("worth/study_8_operations", method=method)
-        cells = [interval(row, key) for key in ("adam", "worth", "bias")]
-        rows.append(line(LABELS.get(method, method), *cells))
+        cells = [interval(row, key) for key in ("adam", "worth")]
+        rows.append(line(LABELS.get(method, method), *cells, direction(row)))
     return rows
 
 
@@ -249,6 +257,36 @@ def right_only_rows() -> list[str]:
     for name, policy in POLICIES.items():
         row = find(f"worth/{name}", method=RIGHT_ONLY)
         rows.append(line(policy, plain(row["reward"], 2), interval(row, "adam")))
+    return rows
+
+
+def completions_power() -> float:
+    """Returns the power of Adam's worth at which half of the groups is worth 1/2."""
+    half = find("worth/8_operations_start", method="half of the groups")
+    return math.log(0.5) / math.log(float(half["adam"]))
+
+
+def share(text: str) -> str:
+    """Returns a share of rollouts with two digits. It is infinite where a run never gets there."""
+    return "never" if math.isinf(float(text)) else f"{float(text):.2f}"
+
+
+def completions_rows() -> list[str]:
+    measured = {  # a method of the learning curves -> the same in worth.py
+        "right alone": RIGHT_ONLY,
+        "oar_g": "grpo_oar.py",
+        "s_trace": "grpo_strace.py",
+        "right alone, by probability": "grpo_arca.py --credit probability --negative_weight 0",
+    }
+    rows = []
+    for name, command in measured.items():
+        row = find("worth/8_operations_start", method=command)
+        completions = float(row["adam"]) ** completions_power()
+        trained = find(CHAINS, regime="one update", method=name)
+        low_to_high = f"{share(trained['share_low'])} to {share(trained['share_high'])}"
+        in_training = f"{share(trained['share_of_rollouts'])} ({low_to_high})"
+        cells = [interval(row, "adam"), f"{completions:.2f}", f"{1 / completions:.2f}"]
+        rows.append(line(LABELS[name], *cells, in_training))
     return rows
 
 
@@ -314,6 +352,7 @@ TABLES: dict[str, list[Callable[[], list[str]]]] = {
         smollm2_rows,
         worth_rows,
         right_only_rows,
+        completions_rows,
         weight_rows,
         step_rows,
         trl_rows,
@@ -394,6 +433,10 @@ def readme_sentences() -> list[str]:
     one, two = thread_seconds()
     mine = find("worth/my_method", method="my_method.py")
     surprisal = find("worth/my_method", method="grpo_arca.py --credit surprisal")
+    verdict = surprisal["verdict"]
+    assert mine["verdict"] == verdict
+    rlsd = find("worth/my_method", method="rlsd.py")
+    shuffled = find("worth/my_method", method="rlsd.py --credit shuffled")
     greedy = plain(untrained("chains of 8 operations")["greedy_accuracy"])
     sampled = plain(untrained("chains of 8 operations")["sampled_accuracy"])
     peak = plain(find(SMOLLM2, method="uniform (GRPO)")["peak_gb"], 1)
@@ -406,7 +449,11 @@ def readme_sentences() -> list[str]:
         f"solves {greedy} of the problems greedily before training, and only {sampled} when",
         f"rises from {percentages(before)} to {percentages(after)}.",
         f"seven minutes of one core and {peak} GiB of memory",
-        f"is {interval(mine, 'adam')} for `my_method.py` and {interval(surprisal, 'adam')} for",
+        f"is {interval(mine, 'completions')} for `my_method.py` and "
+        f'{interval(surprisal, "completions")} for surprisal. The verdict on both is "{verdict}"',
+        f"RLSD is worth {interval(rlsd, 'completions')} and the control "
+        f"{interval(shuffled, 'completions')}, so here it gains nothing that "
+        f"{rlsd['batches']} batches can show.",
         f"a step took {one} seconds with one thread and {two} with two.",
     ]
 
@@ -449,6 +496,9 @@ def results_sentences() -> list[str]:
     auroc = plain(find("decisive_tokens/table", policy=trained, credit="arca")["auroc"], 2)
     ranks = [row["rank"] for row in table("decisive_tokens/table") if row["credit"] == "oar_g"]
     grpo = plain(chains("uniform (GRPO)")["end"])
+    half = find("worth/8_operations_start", method="half of the groups")
+    right = find("worth/study_8_operations", method="right alone")
+    right_completions = float(right["adam"]) ** completions_power()
     return [
         f"{grpo} means that {100 * float(grpo):.1f}% of sampled answers are right.",
         f"A run *learned* if its sampled accuracy ended above {LEARNED_ABOVE}.",
@@ -461,9 +511,13 @@ def results_sentences() -> list[str]:
         f"solves {plain(default['greedy_accuracy'])} of the problems greedily before training.",
         *sweep_sentences(),
         f"sampled accuracy is {min(before):.3f} to {max(before):.3f}.",
-        f"a bias of {plain(probability['bias'], 2)}: it points elsewhere",
+        f"a direction of {plain(probability['direction'], 2)}: it points elsewhere",
         f"In Adam's worth it is: {interval(null, 'adam')}.",
         f"In plain worth it is not: {interval(null, 'worth')}.",
+        f"it is worth {interval(half, 'adam')} to Adam, because dividing",
+        f"to the power {completions_power():.2f}, which turns {plain(half['adam'], 2)} into a half",
+        f"With its worth of {plain(right['adam'], 2)} from the study above, it is "
+        f"{right_completions:.2f} completions and a share of {1 / right_completions:.2f}.",
         f"ARCA is worth {interval(arca, 'adam')}, less than GRPO, and",
         f"S-trace {interval(trace, 'adam')}, which cannot be told from it.",
         f"with an AUROC of {auroc}. Its gradient",
@@ -513,6 +567,17 @@ def one_line(text: str) -> str:
 
 def page_text(name: str) -> str:
     return one_line((ROOT / name).read_text(encoding="utf-8"))
+
+
+def test_the_readmes_methods_are_measured_until_the_control_holds() -> None:
+    half = find("worth/my_method", method="half of the groups")
+    assert half["verdict"] == "control: holds"
+    rlsd = find("worth/my_method", method="rlsd.py")
+    assert float(rlsd["adam_low"]) < 1 < float(rlsd["adam_high"])
+    shuffled = find("worth/my_method", method="rlsd.py --credit shuffled")
+    assert shuffled["verdict"] == "within 2% of GRPO"
+    text = page_text("README.md")
+    assert text.count(f"--batches {half['batches']}") == 2
 
 
 def statements(name: str) -> list[str]:

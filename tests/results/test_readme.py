@@ -11,11 +11,13 @@ import pytest
 import torch
 from support import ROOT
 
-from common.data import parse_rows
+import grpo_arca as trainer
+from common.data import encode_prompt, parse_rows
+from common.problems import Problem
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
-REWARD, METHOD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+REWARD, METHOD, RLSD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def launches() -> list[list[str]]:
@@ -113,24 +115,30 @@ def test_the_readmes_reward_pays_where_the_column_is_a_whole_solution() -> None:
 
 
 # ---- The credit method ---------------------------------------------------------------------------
+END_OF_REGION = "\n# === END CREDIT ===\n"  # of the second region: flags are indented
+
+
 @pytest.fixture
-def my_method(tmp_path, monkeypatch):
-    """A copy of grpo_arca.py beside common/, with the README's function for its `token_scores`."""
-    source = (ROOT / "grpo_arca.py").read_text(encoding="utf-8")
-    pattern = r"def token_scores.*?(?=\n\n\ndef )"
-    source, count = re.subn(pattern, METHOD.strip(), source, flags=re.DOTALL)
-    assert count == 1
+def fork(tmp_path, monkeypatch):
+    """Returns a function that makes a module: grpo_arca.py with code at the end of its region."""
     (tmp_path / "common").symlink_to(ROOT / "common")
-    path = tmp_path / "my_method.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location("my_method", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "my_method", module)
-    spec.loader.exec_module(module)
-    return module
+
+    def make(name: str, code: str):
+        source = (ROOT / "grpo_arca.py").read_text(encoding="utf-8")
+        assert source.count(END_OF_REGION) == 1
+        path = tmp_path / f"{name}.py"
+        path.write_text(source.replace(END_OF_REGION, f"\n\n{code}\n{END_OF_REGION}"))
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return make
 
 
-def test_the_readmes_credit_method_is_one(make_run, my_method) -> None:
+def test_the_readmes_credit_method_is_one(make_run, fork) -> None:
+    my_method = fork("my_method", METHOD)
     run = make_run(my_method)
     batch = my_method.sample(run, torch.arange(4), [[5, 6, 7]] * 4, torch.rand(4, 24))
     batch.advantages = torch.ones(4)
@@ -141,3 +149,80 @@ def test_the_readmes_credit_method_is_one(make_run, my_method) -> None:
         expected = torch.arange(1, length + 1) * 2 / (length + 1)  # 1, 2, 3, ... over their mean
         assert torch.allclose(weights[:length], expected, rtol=1e-4)
         assert (weights[length:] == 0).all()
+
+
+PROBLEMS = [
+    Problem("Start with 4, add 3.", "7"),
+    Problem([{"role": "user", "content": "Start with 11, add 19, double it."}], "60"),
+    Problem("Start with 9, subtract 1, add 55.", "63"),
+]
+
+
+def rlsd_batch(rlsd, run):
+    """Returns a batch of completions for the problems above: better, worse, and like the others."""
+    system = run.args.system_prompt
+    prompts = [encode_prompt(run.tokenizer, problem.prompt, system) for problem in PROBLEMS]
+    batch = rlsd.sample(run, torch.arange(3), prompts, torch.rand(3, 24))
+    batch.problems = PROBLEMS
+    batch.advantages = torch.tensor([1.5, -0.5, 0.0])
+    batch.loss_mask = batch.mask
+    return batch
+
+
+def completion_logp(run, prompt: list[int], completion: torch.Tensor) -> torch.Tensor:
+    """Returns the log-probs of a completion after a prompt, from the stock model."""
+    ids = torch.cat((torch.tensor(prompt), completion))
+    with torch.no_grad():
+        logp = run.model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    return logp[:-1].gather(1, ids[1:, None])[-len(completion) :, 0]
+
+
+@pytest.mark.parametrize("system", [None, "Be exact."])
+def test_the_readmes_rlsd_is_the_formula(make_run, fork, system) -> None:
+    rlsd = fork("rlsd", RLSD)
+    run = make_run(rlsd, adapter=0.02)
+    run.args.system_prompt = system
+    batch = rlsd_batch(rlsd, run)
+    rlsd.score(run, batch, [batch], {})
+    moved = 0
+    for row, problem in enumerate(PROBLEMS):
+        completion = batch.ids[row, batch.prompt_width :][batch.mask[row]]
+        hint = f"The answer is {problem.answer}."
+        if system is not None:
+            hint = f"{system} {hint}"
+        plain = encode_prompt(run.tokenizer, problem.prompt, system)
+        told = encode_prompt(run.tokenizer, problem.prompt, hint)
+        d = completion_logp(run, told, completion) - completion_logp(run, plain, completion)
+        w = torch.exp(batch.advantages[row].sign() * d).clamp(0.8, 1.2)
+        expected = 0.5 + 0.5 * w
+        length = len(completion)
+        assert torch.allclose(batch.credit[row, :length], expected, atol=1e-4)
+        assert (batch.credit[row, length:] == 0).all()
+        assert batch.weights[row, :length].mean() == pytest.approx(1, abs=1e-4)
+        moved += int((expected - 1).abs().max() > 0.01)
+    assert moved == 2  # the third advantage is 0, and so is its sign
+
+
+def test_the_readmes_control_has_the_same_factors_in_another_order(make_run, fork) -> None:
+    rlsd = fork("rlsd", RLSD)
+    run = make_run(rlsd, adapter=0.02)
+    batch = rlsd_batch(rlsd, run)
+    rlsd.score(run, batch, [batch], {})
+    in_order = batch.credit
+    run.args.credit = "shuffled"
+    rlsd.score(run, batch, [batch], {})
+    for row, mask in enumerate(batch.mask):
+        length = int(mask.sum())
+        as_scored = in_order[row, :length]
+        shuffled = batch.credit[row, :length]
+        assert torch.equal(as_scored.sort().values, shuffled.sort().values)
+    assert not torch.equal(in_order, batch.credit)
+
+
+def test_the_readmes_rlsd_trains(fork, run_main, rows_of, monkeypatch) -> None:
+    rlsd = fork("rlsd", RLSD)
+    monkeypatch.setattr(trainer, "token_scores", rlsd.token_scores)
+    monkeypatch.setattr(trainer, "assign_credit", rlsd.assign_credit)
+    ended, _, err = run_main(max_completion_length=80, max_steps=2, per_device_train_batch_size=16)
+    assert ended == 0, err
+    assert all(row["grad_norm"] > 0 for row in rows_of())

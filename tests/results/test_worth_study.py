@@ -243,7 +243,9 @@ def test_the_study_end_to_end(tmp_path):
     rows = {row["method"]: row for row in csv.DictReader((tmp_path / "quality.csv").open())}
     assert set(rows) == set(study.ROWS)
     for name in ("gspo", "arca", "divergence"):  # before the first update
-        assert float(rows[name]["worth"]) == pytest.approx(1) and float(rows[name]["bias"]) == 1
+        assert (
+            float(rows[name]["worth"]) == pytest.approx(1) and float(rows[name]["direction"]) == 1
+        )
     null = rows[study.NULL]
     assert float(null["worth_low"]) < 1 < float(null["worth_high"])
     assert (tmp_path / "quality.png").stat().st_size > 20_000

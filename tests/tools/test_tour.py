@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import worth
 from support import ROOT
 
 PATH = ROOT / "tools/tour.ipynb"
@@ -49,6 +50,15 @@ def test_the_notebook_is_small_and_has_its_figures():
             encoded = output.get("data", {}).get("image/png", "")
             pictures += base64.b64decode(encoded).startswith(b"\x89PNG")
     assert pictures == 2
+
+
+def test_the_stored_table_has_the_columns_that_worth_prints():
+    (cell,) = [cell for cell in code_cells() if "tools/worth.py" in "".join(cell["source"])]
+    (output,) = cell["outputs"]
+    head, *rows = "".join(output["text"]).splitlines()[2:]
+    assert head.split() == [*worth.PRINTED_FIGURES, "verdict"]
+    assert len(rows) == 4
+    assert "  control: holds" in rows[1]
 
 
 def test_it_names_no_folder_of_the_machine_that_ran_it():

@@ -102,7 +102,8 @@ def test_pair_means_are_those_of_two_loops():
 
 def made_gradients(count=400, size=300) -> dict[str, np.ndarray]:
     """Uniform: mean of length 1 and total variance 4. Others by name."""
-    rng, mean = np.random.default_rng(1), np.zeros(size)
+    rng = np.random.default_rng(1)
+    mean = np.zeros(size)
     mean[0] = 1.0
 
     def noise() -> np.ndarray:
@@ -119,16 +120,16 @@ def made_gradients(count=400, size=300) -> dict[str, np.ndarray]:
     }
 
 
-def test_worth_bias_and_cosine_of_gradients_made_to_measure():
+def test_worth_direction_and_cosine_of_gradients_made_to_measure():
     rows = {row["method"]: row for row in worth.figures(made_gradients())}
     expected = {"same": (1, 1), "half the noise": (2, 1), "scaled": (1, 1), "turned": (1, 0.6)}
     assert rows[worth.UNIFORM]["snr"] == pytest.approx(0.25, rel=0.1)
     assert rows[worth.UNIFORM]["worth"] == 1
-    for name, (size, bias) in expected.items():
+    for name, (size, direction) in expected.items():
         row = rows[name]
         assert row["worth"] == pytest.approx(size, rel=0.15), name
-        assert row["bias"] == pytest.approx(bias, abs=0.05), name
-        assert row["aligned"] == pytest.approx(size * bias**2, rel=0.15), name
+        assert row["direction"] == pytest.approx(direction, abs=0.05), name
+        assert row["aligned"] == pytest.approx(size * direction**2, rel=0.15), name
         assert row["worth_low"] <= size <= row["worth_high"], name
         assert row["worth_low"] < row["worth"] < row["worth_high"], name
     # One batch has length sqrt(1 + 4), of which 1 points along the mean.
@@ -231,10 +232,12 @@ def test_squared_gradients_are_those_of_each_completion_alone(adapter):
     run, data = worth.prepare(SMALL, str(adapter))
     run.rollout = 5
     batch = trainer.collect(run, data, {})
-    trained, expected = [p for p in run.model.parameters() if p.requires_grad], torch.zeros(2, 2)
+    trained = worth.trained_parameters(run)
+    expected = torch.zeros(2, 2)
     for row, advantage in enumerate(batch.advantages.tolist()):
         if advantage != 0:
-            ids, said = batch.ids[row][batch.attention[row].bool()], int(batch.mask[row].sum())
+            ids = batch.ids[row][batch.attention[row].bool()]
+            said = int(batch.mask[row].sum())
             logp = run.model(input_ids=ids[None]).logits[0].log_softmax(-1)
             logp = logp[:-1].gather(1, ids[1:, None])[-said:].mean()
             length = sum(part.square().sum() for part in torch.autograd.grad(logp, trained))
@@ -251,11 +254,156 @@ def test_how_much_longer_a_gradient_is_below_by_hand():
         assert columns["below_over_above" + end] == pytest.approx(8)
 
 
+def shown_row(**figures: float | str) -> dict:
+    """Returns a row with all that is printed, 1 where nothing else is given."""
+    row: dict = {}
+    for key in worth.PRINTED_FIGURES:
+        row |= worth.with_interval(key, np.ones(3))
+    row |= {"method": "x", "verdict": "the same as GRPO", "batches": 4, "reward": 0.1}
+    row |= {"entropy": 0.5, "below_over_above": 1}
+    row |= {"below_over_above_low": 1, "below_over_above_high": 1}
+    return row | figures
+
+
 def test_a_figure_of_no_signal_is_a_question_mark():
     """Four batches of noise: a mean of no length has no direction."""
-    row = {f"{key}{end}": 1.0 for key in worth.PRINTED_FIGURES for end in ("", "_low", "_high")}
-    row |= {"method": "x", "reward": 0.1, "entropy": 0.5, "bias": -1.2e12, "bias_low": -3.4e12}
-    row |= dict.fromkeys(("below_over_above", "below_over_above_low", "below_over_above_high"), 1)
-    line = worth.report([row, row | {"worth": 0.5}], 4).splitlines()[3]
-    expected = "x 1.00 (1.00 - 1.00) 1.00 (1.00 - 1.00) ? (? - 1.00) 1.00 (1.00 - 1.00)"
-    assert " ".join(line.split()) == expected
+    row = shown_row(direction=-1.2e12, direction_low=-3.4e12)
+    line = worth.report([row]).splitlines()[3]
+    expected = "x 1.00 (1.00 - 1.00) 1.00 (1.00 - 1.00) 1.00 (1.00 - 1.00) ? (? - 1.00)"
+    assert " ".join(line.split()) == f"{expected} the same as GRPO"
+
+
+def test_no_cosine_above_1_is_shown():
+    row = shown_row(direction=1.02, direction_low=0.98, direction_high=1.06, worth=1.02)
+    assert worth.shown_figure(row, "direction") == "1.00 (0.98 - 1.00)"
+    assert worth.shown_figure(row, "worth") == "1.02 (1.00 - 1.00)"
+    no_signal = shown_row(direction_high=1301.0)
+    assert worth.shown_figure(no_signal, "direction") == "1.00 (1.00 - ?)"
+
+
+# ---- Completions and verdicts --------------------------------------------------------------------
+def test_completions_put_the_control_at_one_half():
+    half = np.array([0.25, 0.64, 0.9])
+    assert worth.as_completions(half, half) == pytest.approx(0.5)
+    assert worth.as_completions(half**2, half) == pytest.approx(0.25)  # as half of half
+    assert worth.as_completions(1 / half, half) == pytest.approx(2)
+    assert worth.as_completions(np.ones(3), half) == pytest.approx(1)
+    above = worth.as_completions(
+        np.array([1.1, 0.9]), np.array([1.2, 1.2])
+    )  # the control tells nothing
+    assert above[0] > 100 and above[1] < 0.01
+    assert worth.as_completions(np.array([1e12]), np.array([1.2])) == 1e6  # no overflow
+
+
+def even_gradients(count: int, seed: int = 3) -> dict[str, np.ndarray]:
+    """Gradients whose mean and variance are the same in each of 40 coordinates."""
+    rng = np.random.default_rng(seed)
+    mean = np.full(40, 0.5)
+    return {
+        worth.UNIFORM: mean + rng.normal(size=(count, 40)),
+        worth.HALF: mean + rng.normal(size=(count, 40)) * 2**0.5,
+        "better": mean + rng.normal(size=(count, 40)) / 1.2**0.5,
+    }
+
+
+def test_the_rows_have_completions_where_the_control_is_measured():
+    gradients = even_gradients(200)
+    rows = {row["method"]: row for row in worth.figures(gradients)}
+    assert rows[worth.UNIFORM]["completions"] == pytest.approx(1)
+    half = rows[worth.HALF]
+    assert half["worth_low"] < 0.5 < half["worth_high"]
+    for end in ("", "_low", "_high"):
+        assert half["completions" + end] == pytest.approx(0.5)
+    better = rows["better"]
+    assert better["completions"] == pytest.approx(
+        better["adam"] ** (np.log(0.5) / np.log(half["adam"]))
+    )
+    assert better["completions_low"] < better["completions"] < better["completions_high"]
+    del gradients[worth.HALF]
+    assert "completions" not in worth.figures(gradients)[1]
+
+
+def test_adam_hides_how_clean_a_coordinate_of_strong_signal_is():
+    """Half of the coordinates have mean 1 and variance 1, the others no mean. As Adam scales them,
+    the ratio is (1/2) / (1/2 + 1), and (1/3) / (2/3 + 1) at twice the variance: 0.6 of it."""
+    rng = np.random.default_rng(5)
+    mean = np.arange(400) % 2
+    gradients = {
+        worth.UNIFORM: mean + rng.normal(size=(400, 400)),
+        worth.HALF: mean + rng.normal(size=(400, 400)) * 2**0.5,
+    }
+    half = worth.figures(gradients)[1]
+    assert half["worth"] == pytest.approx(0.5, abs=0.02)
+    assert half["adam"] == pytest.approx(0.6, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "low, value, high, direction, words",
+    [
+        (1.01, 1.2, 1.4, 1.02, "better than GRPO"),
+        (2.9, 3.3, 3.8, 0.8, "better than GRPO, but in another direction"),
+        (0.45, 0.5, 0.6, 0.8, "worse than GRPO"),
+        (1.0, 1.0, 1.0, 1.0, "the same as GRPO"),
+        (0.992, 0.995, 0.998, 1.0, "within 2% of GRPO"),
+        (0.979, 0.985, 0.99, 1.0, "worse than GRPO"),
+        (0.81, 1.0, 1.21, 1.0, "cannot be told; more than 10,000 batches would tell"),
+        (0.97, 0.9999, 1.03, 1.0, "cannot be told; more than 10,000 batches would tell"),
+        # The interval is +-ln 1.21, twice the effect ln 1.1: four times the batches.
+        (1.1 / 1.2099, 1.1, 1.1 * 1.2099, 1.0, "cannot be told; about 96 batches would tell"),
+        # The interval is +-ln 1.9, ten times the effect: 2400 batches.
+        (
+            0.95 / 1.67,
+            0.95,
+            0.95 * 1.67,
+            1.0,
+            "cannot be told; about 2,400 batches would tell",
+        ),
+        # Its longer side does not hold 1, but more batches than there are must be asked for.
+        (0.999, 1.2, 1.21, 1.0, "cannot be told; about 25 batches would tell"),
+    ],
+)
+def test_a_verdict_is_what_the_interval_says(low, value, high, direction, words):
+    row = shown_row(adam=value, adam_low=low, adam_high=high, direction_high=direction)
+    assert worth.verdict(row, 24) == words
+
+
+def test_as_many_batches_as_a_verdict_asks_for_do_tell():
+    """For gradients whose worth is 1.2, few leave it open, and twice those asked for suffice."""
+
+    def verdict_of(count: int) -> str:
+        rows = worth.figures(even_gradients(count))
+        return worth.verdict(rows[2], count)
+
+    words = verdict_of(30)
+    asked_for = int(words.split("about ")[1].split(" batches")[0].replace(",", ""))
+    assert 60 < asked_for < 10_000
+    assert verdict_of(2 * asked_for) == "better than GRPO"
+
+
+@pytest.mark.parametrize(
+    "low, high, words",
+    [(0.4, 0.6, "control: holds"), (0.52, 0.9, "control: misses 0.5, take more --batches")],
+)
+def test_the_control_holds_where_one_half_is_in_its_interval(low, high, words):
+    row = shown_row(method=worth.HALF, worth=0.55, worth_low=low, worth_high=high)
+    assert worth.verdict(row, 24) == words
+
+
+def test_every_row_of_the_table_ends_with_its_verdict():
+    rows = [shown_row(), shown_row(method="y", verdict="worse than GRPO")]
+    head, *lines = worth.report(rows).splitlines()[2:]
+    assert head.split() == [*worth.PRINTED_FIGURES, "verdict"]
+    assert [line.split(")  ")[-1] for line in lines] == ["the same as GRPO", "worse than GRPO"]
+
+
+def test_a_method_without_a_gradient_ends_in_a_sentence(monkeypatch, tmp_path):
+    nothing = {key: torch.ones(3) for key in worth.keys_of([])}
+    nothing |= {worth.HALF: torch.zeros(3)}
+
+    def measured(*_: object) -> list:
+        return [nothing] * 4
+
+    monkeypatch.setattr(worth, "measure_all", measured)
+    monkeypatch.setattr(sys, "argv", ["worth.py", "--batches", "4", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit, match="gradient of half of the groups is 0 in every batch"):
+        worth.main()
