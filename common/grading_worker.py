@@ -183,6 +183,8 @@ def compare(box: str, gold: str) -> bool:
     values = [parse(side) for side in sides]
     if isinstance(right[0], sympy.Expr) and any(is_list(value[0]) for value in values):
         return False  # 42, 42 is not one answer
+    if any(has_other_letters(value[0], right[0]) for value in values):
+        return False  # 0\text{ wrong} is not 0
 
     zeros = leading_zeros(right[0])
     decimals = re.findall(r"\.([0-9]{1,12})", gold)  # those of each number: 0672 of .0672
@@ -206,6 +208,13 @@ def is_list(value: Any) -> bool:
     """Returns whether a value that math-verify read, or the right side of it, is several ones."""
     value = getattr(value, "rhs", value)
     return len(getattr(value, "_unsorted_args", ())) > 1
+
+
+def has_other_letters(value: Any, right: Any) -> bool:
+    """Returns whether a value has letters or words in it, but the gold answer is a number."""
+    is_number = getattr(right, "is_number", False)
+    value = getattr(value, "rhs", value)
+    return is_number and len(getattr(value, "free_symbols", ())) > 0
 
 
 def leading_zeros(value: Any) -> int:
