@@ -1,12 +1,13 @@
 r"""Final answers as text: where the last \boxed{...} stands, and what in it does not count.
 
 Both the answer of a completion and the gold answer are made `tidy` before they are compared. That
-removes units and the like, and rewrites what math-verify would misread. `quick_verdict` settles
-the pairs that need no evaluation; grading_worker.py evaluates the others.
+rewrites what math-verify would misread. units.py then compares their units and takes them off.
+`quick_verdict` settles the pairs that need no evaluation; grading_worker.py evaluates the others.
 
 Every regular expression has a comment that says by an example what it is for.
 """
 
+# ruff: noqa: RUF001  (characters that look like others are what `CHARACTERS` is about)
 from __future__ import annotations
 
 import re
@@ -92,7 +93,8 @@ COLON = (
 # Half of a day: 7\text{ p.m.}, 7 PM.
 HALF_OF_DAY = r"(?<=[0-9]) ?(?:\\text ?\{ ?)?([apAP])\.? ?[mM]\b\.?(?: ?\})?"
 # A fraction of units: \frac{\text{km}}{\text{h}}.
-FRACTION_OF_UNITS = r"\\[dt]?frac ?\{\\(?:text|math)[a-z]* ?\{([^{}]*)\}\}\{\\(?:text|math)[a-z]* ?\{([^{}]*)\}\}"
+UNIT_IN_FRACTION = r" ?\{\\(?:text|math)[a-z]* ?\{([^{}]*)\}\}"
+FRACTION_OF_UNITS = rf"\\[dt]?frac{UNIT_IN_FRACTION}{UNIT_IN_FRACTION}"
 # A text around all of an answer that holds a digit: \text{12 cm}.
 TEXT_AROUND_ALL = r"^\\(?:text|mbox)[a-z]* ?\{([^{}]*[0-9][^{}]*)\}$"
 # A letter in a font of its own: 2\mathrm{i}, \mathbf{x}.
@@ -252,9 +254,9 @@ def clock_parts(text: str) -> list[str]:
 def says_more(box: str, gold: str) -> bool:
     r"""Returns whether the box has something that changes its value, but that math-verify drops.
 
-    That is the prime of 30' (minutes or feet), the modulus of 4 \mod 5, the braces of the set \{1, 2\} where the gold answer is the
-    pair (1, 2), or the number base of 101_2. The problem often names the base, so a gold answer
-    with a base may be given without it, but a box must not name another one.
+    That is the modulus of 4 \mod 5, the prime of 30', the braces of the set \{1, 2\} where the gold
+    answer is the pair (1, 2), or the number base of 101_2. The problem often names the base, so a
+    gold answer with a base may be given without it, but a box must not name another one.
     """
     adds_modulus = "mod" in box and "mod" not in gold
     adds_braces = "\\{" in box and "\\{" not in gold and gold.endswith(")")

@@ -211,10 +211,19 @@ def is_list(value: Any) -> bool:
 
 
 def has_other_letters(value: Any, right: Any) -> bool:
-    """Returns whether a value has letters or words in it, but the gold answer is a number."""
-    is_number = getattr(right, "is_number", False)
-    value = getattr(value, "rhs", value)
-    return is_number and len(getattr(value, "free_symbols", ())) > 0
+    r"""Returns whether a value has words that the gold answer has not, or letters if that is none.
+
+    math-verify takes words for factors, so 0\text{ wrong} would be 0.
+    """
+    others = symbol_names(value) - symbol_names(right)
+    if getattr(right, "is_number", False):
+        return bool(symbol_names(getattr(value, "rhs", value)))
+    return any(len(name) > 2 for name in others)
+
+
+def symbol_names(value: Any) -> set[str]:
+    """Returns the names of the symbols in what math-verify read."""
+    return {str(symbol) for symbol in getattr(value, "free_symbols", ())}
 
 
 def leading_zeros(value: Any) -> int:

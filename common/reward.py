@@ -168,7 +168,8 @@ class Grader:
         for row, (completion, answer, problem) in enumerate(rows):
             box = last_boxed(completion) or ""
             for pair in pairs_to_compare(box, answer, problem_text(problem)):
-                quick = quick_verdict(*pair)
+                given, right = pair
+                quick = quick_verdict(given, right)
                 if quick is None:
                     rows_of_pair.setdefault(pair, []).append(row)
                 else:

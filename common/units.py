@@ -35,8 +35,8 @@ KNOWN_UNITS = {
     "angle": ["degree deg", "radian rad", "revolution rev"],
     "money": ["dollar $ usd buck", "cent ¢", "euro € eur", "yen ¥ jpy", "rupee ₹ inr rs", "peso"],
     "electricity and force": [
-        "J joule", "kJ kilojoule", "cal calorie", "kcal", "W watt", "kW kilowatt", "kWh", "N newton",
-        "Pa pascal", "V volt", "A amp ampere", "Hz hertz", "mol mole",
+        "J joule", "kJ kilojoule", "cal calorie", "kcal", "W watt", "kW kilowatt", "kWh",
+        "N newton", "Pa pascal", "V volt", "A amp ampere", "Hz hertz", "mol mole",
     ],
     "data": ["bit", "byte", "kb KB kilobyte", "mb MB megabyte", "gb GB gigabyte"],
 }  # fmt: skip
@@ -70,32 +70,33 @@ SCALES = {
     "hundredth": r"\frac{1}{100}", "thousandth": r"\frac{1}{1000}",
     "millionth": r"\frac{1}{1000000}",
 }  # fmt: skip
-ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen"
-).split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+ONES = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+    "nineteen",
+]  # fmt: skip
+TENS = [
+    "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
+]  # fmt: skip
 POWERS_OF_1000 = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 
 # Words that may stand in a unit without being one: 12 miles per hour, 12 years old.
-LINKING_WORDS = frozenset(
-    (
-        "a an and altogether away cu cubic deep each every extra fewer for full high in later left "
-        "less long more of old per remaining sq square tall the total wide"
-    ).split()
-)
+LINKING_WORDS = {
+    "a", "altogether", "an", "and", "away", "cu", "cubic", "deep", "each", "every", "extra",
+    "fewer", "for", "full", "high", "in", "later", "left", "less", "long", "more", "of", "old",
+    "per", "remaining", "sq", "square", "tall", "the", "total", "wide",
+}  # fmt: skip
 # Words that change a value, so they are no unit though they stand in the problem.
-CHANGING_WORDS = frozenset(
-    (
-        "about above almost am approximately at base below between but cubed decreased different "
-        "doubled double except false from greater halved if increased incorrect is it larger least "
-        "maximum minimum minus mod modulo more most nearly negative never no none not only or over "
-        "plus pm positive quadrupled remainder smaller squared than times to triple tripled true "
-        "twice under unless up was were with without wrong"
-    ).split()
-    + ONES
-    + TENS
-)
+CHANGING_WORDS = {
+    "about", "above", "almost", "am", "approximately", "at", "base", "below", "between", "but",
+    "cubed", "decreased", "different", "double", "doubled", "except", "false", "from", "greater",
+    "halved", "if", "incorrect", "increased", "is", "it", "larger", "least", "maximum", "minimum",
+    "minus", "mod", "modulo", "more", "most", "nearly", "negative", "never", "no", "none", "not",
+    "only", "or", "over", "plus", "pm", "positive", "quadrupled", "remainder", "smaller",
+    "squared", "than", "times", "to", "triple", "tripled", "true", "twice", "under", "unless",
+    "up", "was", "were", "with", "without", "wrong",
+    *ONES, *TENS,
+}  # fmt: skip
 IRREGULAR_PLURALS = {"people": "person", "children": "child", "men": "man", "women": "woman"}
 
 # ---- Patterns ------------------------------------------------------------------------------------
@@ -126,7 +127,10 @@ SECOND_NUMBER = re.compile(r"(.*[A-Za-z])[\s~,]+(?:and[\s~]+)?([0-9]+(?:\.[0-9]+
 # Where a problem says what it asks for: how many more apples, the number of pairs, in square feet.
 ASKED = re.compile(r"\b(?:how many|number of|(?P<in>in))[\s~]+(?:the[\s~]+)?", re.IGNORECASE)
 # Words that end what is asked for: the "of" of "how many of the apples".
-AFTER_ASKED = frozenset("of are is was were the do does did can could will would has have".split())
+AFTER_ASKED = {
+    "are", "can", "could", "did", "do", "does", "has", "have", "is", "of", "the", "was", "were",
+    "will", "would",
+}  # fmt: skip
 # A percentage that is asked for, so it follows no number: what percent, as a percentage, (in \%).
 PERCENT_ASKED = re.compile(r"(?<![0-9}$])(?<![0-9}$][ ~-])(?:percent|(?<!\\)\\?%)", re.IGNORECASE)
 
@@ -358,7 +362,7 @@ def read_quantity(text: str, problem: Words, gold_stems: frozenset[str] | None) 
     # 2 hours 30 minutes are 2:30 in h and min.
     first = read_quantity(second[1], problem, gold_stems)
     if not first.known or first.nouns or first.scales:
-        return Quantity(text)
+        return quantity
     known = tuple(sorted({*first.known, *quantity.known}))
     return quantity._replace(value=f"{first.value}:{second[2]}", known=known)
 
@@ -438,11 +442,9 @@ def spelled_number(text: str) -> int | None:
     if not words or re.fullmatch(r"[\sA-Za-z~-]+", text) is None:
         return None
     for word in words:
-        if word in ONES and part % 100 in (0, *range(20, 100, 10)):
-            value = ONES.index(word)
-            if part % 100 and value > 9:
-                return None
-            part += value
+        rest = part % 100
+        if word in ONES and (rest == 0 or (rest >= 20 and rest % 10 == 0 and word in ONES[1:10])):
+            part += ONES.index(word)
         elif word in TENS and part % 100 == 0:
             part += 10 * (2 + TENS.index(word))
         elif word == "hundred" and 0 < part < 10:
@@ -491,17 +493,23 @@ def is_contradicted(unit: Unit, problem: Words) -> bool:
     names = {name for name, _ in unit if name != "unit"}
     if not names or not problem.is_given:
         return False
+    alternatives = [asked for asked in problem.asked_units if kinds_of(asked) == kinds_of(unit)]
+    if alternatives:
+        # 12 hours will do where it asks how many hours a week.
+        return unit not in alternatives and unit not in [numerator(asked) for asked in alternatives]
     kinds = {KIND_OF_UNIT[name] for name in names}
-    of_the_kind = [asked for asked in problem.asked_units if kinds_of(asked) == kinds]
-    if of_the_kind:
-        return unit not in of_the_kind
     others = {name for name in problem.named_units if KIND_OF_UNIT.get(name) in kinds}
     return not names <= problem.named_units and (problem.is_count or bool(others))
 
 
+def numerator(unit: Unit) -> Unit:
+    """Returns a unit without what it is per, as km for km/h."""
+    return tuple((name, power) for name, power in unit if power > 0)
+
+
 def kinds_of(unit: Unit) -> set[str]:
-    """Returns what the units measure, as length and time for km/h."""
-    return {KIND_OF_UNIT.get(name, "") for name, _ in unit}
+    """Returns what the numerator of a unit measures, as length for km/h."""
+    return {KIND_OF_UNIT.get(name, "") for name, _ in numerator(unit)}
 
 
 def scaled(quantity: Quantity) -> str:

@@ -4,8 +4,7 @@ The lists were written before the rules of common/answers.py. Every second pair 
 tried only once those were done.
 """
 
-import pytest
-
+# ruff: noqa: RUF001  (characters that look like others are tried here)
 from common.reward import Grader
 
 NO_PROBLEM = ""  # where the problem makes no difference
@@ -283,3 +282,13 @@ WRONG = [
     ("Find the sides in cm.", "3, 4", r"3\text{ cm}, 4\text{ m}"),
     ("Find the length in cm.", "3", r"3\text{ cm or }4\text{ cm}"),
 ]
+
+
+def test_pairs():
+    with Grader(timeout=30.0) as grader:
+        for rows, verdict in ((RIGHT, 1.0), (WRONG, 0.0)):
+            problems = [problem for problem, _, _ in rows]
+            golds = [gold for _, gold, _ in rows]
+            texts = [f"\\boxed{{{answer}}}" for _, _, answer in rows]
+            got = grader.grade(texts, golds, problems)
+            assert [row for row, v in zip(rows, got, strict=True) if v != verdict] == []
