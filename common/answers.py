@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from common.units import values_to_compare
+from common.units import stem, values_to_compare
 
 MAX_CHARS = 500  # a longer box or gold is compared as a string only; MATH-500's longest is 53
 
@@ -88,15 +88,15 @@ LETTER_FOR_TIMES = r"(?<=\d) ?(?:[xX]|\\text ?\{ ?x ?\}) ?(?=10\s?\^)"
 # A ratio or a time: 3{:}2, 3 : 2, 10\!:\!30, 3\text{ to }2.
 COLON = (
     rf"{GAP}*(?:\{{:\}}|(?<!\\):|\\colon(?![a-zA-Z])){GAP}*"
-    r"|(?<=[0-9)}]) ?(?:to|\\text ?\{ ?to ?\}) ?(?=[0-9(\\])"
+    r"|(?<=[0-9)}]) ?(?:to|\\text ?\{ ?(?:to|:) ?\}) ?(?=[0-9(\\])"
 )
 # Half of a day: 7\text{ p.m.}, 7 PM.
 HALF_OF_DAY = r"(?<=[0-9]) ?(?:\\text ?\{ ?)?([apAP])\.? ?[mM]\b\.?(?: ?\})?"
 # A fraction of units: \frac{\text{km}}{\text{h}}.
 UNIT_IN_FRACTION = r" ?\{\\(?:text|math)[a-z]* ?\{([^{}]*)\}\}"
 FRACTION_OF_UNITS = rf"\\[dt]?frac{UNIT_IN_FRACTION}{UNIT_IN_FRACTION}"
-# A text around all of an answer that holds a digit: \text{12 cm}.
-TEXT_AROUND_ALL = r"^\\(?:text|mbox)[a-z]* ?\{([^{}]*[0-9][^{}]*)\}$"
+# A text around all of an answer that holds a digit: \text{12 cm}, \mathbf{12}.
+TEXT_AROUND_ALL = r"^\\(?:text|mbox|math|boldsymbol)[a-z]* ?\{([^{}]*[0-9][^{}]*)\}$"
 # A letter in a font of its own: 2\mathrm{i}, \mathbf{x}.
 LETTER_IN_FONT = re.compile(r"\\(?:math[a-z]+|boldsymbol|bm) ?\{ ?([A-Za-z]) ?\}")
 # An imaginary part that math-verify does not take for the one of 2i: 2 i, 2\,i, 2\cdot i.
@@ -177,7 +177,7 @@ def tidy(text: str) -> str:
 
     So 7. becomes 7, and 2 1/2 becomes 2\\frac{1}{2}. The order of the rewrites matters.
     """
-    if len(text) > MAX_CHARS:
+    if len(text) > MAX_CHARS or text.isdecimal():
         return text.strip()
     text = text.translate(CHARACTERS)
     for pattern, replacement in REWRITES:
@@ -218,8 +218,8 @@ INTEGER = re.compile(r"[+-]?[0-9]{1,30}")  # in ASCII digits: 42, -7, +7, 007
 COMMAND = r"\\(?:text|mbox|mathrm|operatorname)[a-z]* ?\{"
 # An answer of words: \text{no solution}, Even, \textbf{(C)}.
 WORDS = re.compile(rf"(?:{COMMAND}|[A-Za-z .,'()}}-])+")
-# A ratio or a time: 3:2, 10:30, 10:30 am.
-NUMBERS_WITH_COLONS = re.compile(r"[0-9]+(?::[0-9]+)+(?: [ap]m)?")
+# A ratio or a time: 3:2, 10:30 am, and 5 pm, which is compared with 5:00 pm.
+RATIO = re.compile(r"([0-9]+(?::[0-9]+)*)( [ap]m)?")
 NUMBER_IN_A_BASE = re.compile(r"\b[0-9][0-9A-Z]*\s*_([^_]*)$")  # 101_2, 4A_{16}, 11_{(2)}
 
 
@@ -233,22 +233,32 @@ def quick_verdict(box: str, gold: str) -> float | None:
         return 0.0
     if WORDS.fullmatch(box) and WORDS.fullmatch(gold):
         return float(words_alone(box) == words_alone(gold))
-    if ":" in box and NUMBERS_WITH_COLONS.fullmatch(box) and NUMBERS_WITH_COLONS.fullmatch(gold):
-        return float(clock_parts(box) == clock_parts(gold))
+    if ":" in box + gold and RATIO.fullmatch(box) and RATIO.fullmatch(gold):
+        return float(is_same_ratio(box, gold))
     if INTEGER.fullmatch(box) and INTEGER.fullmatch(gold):
         return float(int(box) == int(gold))
     return None
 
 
 def words_alone(text: str) -> list[str]:
-    """Returns the words of an answer that is no formula, in small letters and without articles."""
+    """Returns the stems of the words of an answer that is no formula, without articles."""
     words = re.findall(r"[a-z0-9]+", re.sub(COMMAND, "", text).lower())
-    return [word for word in words if word not in ("a", "an", "the")]
+    return [stem(word) for word in words if word not in ("a", "an", "the")]
 
 
-def clock_parts(text: str) -> list[str]:
-    """Returns the numbers between colons without leading zeros, and am or pm: 7, 5, pm."""
-    return [part.lstrip("0") for part in re.split("[: ]", text)]
+def is_same_ratio(box: str, gold: str) -> bool:
+    """Returns whether two ratios or times have the same numbers, and the same am or pm, if any.
+
+    A box may add am or pm to the gold answer, and zeros: 07:05, 5:00.
+    """
+    box_numbers, _, box_half = box.partition(" ")
+    gold_numbers, _, gold_half = gold.partition(" ")
+    box_parts = [int(part) for part in box_numbers.split(":")]
+    gold_parts = [int(part) for part in gold_numbers.split(":")]
+    longest = max(len(box_parts), len(gold_parts))
+    box_parts += [0] * (longest - len(box_parts))
+    gold_parts += [0] * (longest - len(gold_parts))
+    return box_parts == gold_parts and gold_half in ("", box_half)
 
 
 def says_more(box: str, gold: str) -> bool:

@@ -274,9 +274,10 @@ class Quantity(NamedTuple):
 
 
 def opened(text: str) -> str:
-    r"""Returns a text with its words in LaTeX opened: 12~ apples~ for 12\text{ apples}."""
+    r"""Returns a text with its words in LaTeX opened: 12~ cm^2~ for 12\text{ cm squared}."""
     text = UPRIGHT.sub(r"~\1~", text)
-    return TEMPERATURE.sub(temperature_word, text)
+    text = TEMPERATURE.sub(temperature_word, text)
+    return SQUARED.sub(squared_power, text)
 
 
 def temperature_word(degrees: re.Match[str]) -> str:
@@ -322,7 +323,7 @@ def listed(text: str) -> list[str]:
 
 def read_quantity(text: str, problem: Words, gold_stems: frozenset[str] | None) -> Quantity:
     """Returns the value, the number words and the unit of an answer; see `read_answer`."""
-    spoken = SQUARED.sub(squared_power, opened(text))
+    spoken = opened(text)
     powers: dict[str, int] = {}
     currency = CURRENCY_BEFORE.search(spoken)
     if currency is not None:
@@ -333,8 +334,8 @@ def read_quantity(text: str, problem: Words, gold_stems: frozenset[str] | None) 
     begin = len(pieces)
     while begin > 0 and may_be_unit(pieces, begin - 1, problem, gold_stems):
         begin -= 1
-    while begin < len(pieces) and pieces[begin].lastgroup in ("gap", "power", "slash"):
-        begin += 1  # the power of 12^2 is not one of a unit
+    while begin < len(pieces) and pieces[begin].lastgroup in ("gap", "slash"):
+        begin += 1
     unit = read_unit(pieces[begin:], powers)
     has_unit = unit != Quantity("")
     if not has_unit or (currency is not None and read_unit(pieces[begin:], {}) == Quantity("")):
@@ -376,8 +377,12 @@ def may_be_unit(
     scale = scale_word(word)
     if scale is not None:
         return stem(scale) in problem.asked_stems  # 3 dozen, where it asks how many dozen
+    if piece.lastgroup == "power":
+        # cm^2 is a unit, but neither 5^2 nor apples^2
+        bases = [before[0] for before in pieces[max(0, place - 2) : place]]
+        return any(known_unit(base) is not None for base in bases)
     if piece.lastgroup != "word":
-        return piece.lastgroup in ("gap", "power", "slash", "sign")
+        return piece.lastgroup in ("gap", "slash", "sign")
     unit = known_unit(word)
     if unit is not None:
         before = pieces[place - 1] if place > 0 else None

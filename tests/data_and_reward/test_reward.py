@@ -229,8 +229,8 @@ def test_no_box_is_slow_to_rewrite():
     for unit in (
         "1 ", "1,", "a", " ab", "1 cm", "\\text{", "\\text{a}", "1,000,", "{", "}", "\\,", "(1)",
         "x=", "=", "1.\\overline{3}", "_{1}", "^", "or ", "\\text{ a }/", "~$", "1'", "12,\\! ",
-        "aillion ", "cm 1 and ", "twenty ", "\\text{cm} ", "1 h 1,", "thousand ", "per ", "$", ":", "√(",
-        "\\circ ", "^2", "in ", "{:}", "\\frac{\\text{", "how many ", "p.m",
+        "aillion ", "cm 1 and ", "twenty ", "\\text{cm} ", "1 h 1,", "thousand ", "per ", "$", ":",
+        "√(", "\\circ ", "^2", "in ", "{:}", "\\frac{\\text{", "how many ", "p.m",
     ):  # fmt: skip
         for start, end in (("", "!"), ("12 ", "\\"), ("x = 1", " 0")):
             text = start + unit * (490 // len(unit)) + end
