@@ -77,8 +77,8 @@ CHARACTERS = str.maketrans(
 # Raised digits: x², 10⁻⁴.
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
 LOWERED = str.maketrans(RAISED, "0123456789-")
-# A root in Unicode: √2, 3√15, √(x+1).
-ROOT = r"√ ?(\d+(?:\.\d+)?|[a-z]|\([^()]*\)|\{[^{}]*\})"
+# What follows the sign of a root: √2, 3√15, √(x+1).
+RADICAND = r" ?(\d+(?:\.\d+)?|[a-z]|\([^()]*\)|\{[^{}]*\})"
 # Spaces that have names: 10\thinspace000.
 NAMED_SPACE = r"\\(?:thin|med|thick|en)space(?![a-zA-Z])"
 # Scientific notation: 3e8, 3E-4, but not the number 1E3_{16} in another base.
@@ -151,7 +151,8 @@ def half_of_day(match: re.Match[str]) -> str:
 
 REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(f"[{RAISED}]+"), as_power),
-    (re.compile(ROOT), r"\\sqrt{\1}"),
+    (re.compile(f"√{RADICAND}"), r"\\sqrt{\1}"),
+    (re.compile(f"∛{RADICAND}"), r"\\sqrt[3]{\1}"),
     (re.compile(NAMED_SPACE), r"\\,"),
     (re.compile(r"\\degree(?![a-zA-Z])"), r"^\\circ "),
     (re.compile(EDGES), ""),
@@ -253,11 +254,8 @@ def is_same_ratio(box: str, gold: str) -> bool:
     """
     box_numbers, _, box_half = box.partition(" ")
     gold_numbers, _, gold_half = gold.partition(" ")
-    box_parts = [int(part) for part in box_numbers.split(":")]
-    gold_parts = [int(part) for part in gold_numbers.split(":")]
-    longest = max(len(box_parts), len(gold_parts))
-    box_parts += [0] * (longest - len(box_parts))
-    gold_parts += [0] * (longest - len(gold_parts))
+    box_parts = [int(part) for part in box_numbers.removesuffix(":00").split(":")]
+    gold_parts = [int(part) for part in gold_numbers.removesuffix(":00").split(":")]
     return box_parts == gold_parts and gold_half in ("", box_half)
 
 

@@ -82,14 +82,14 @@ POWERS_OF_1000 = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 
 # Words that may stand in a unit without being one: 12 miles per hour, 12 years old.
 LINKING_WORDS = {
-    "a", "altogether", "an", "and", "away", "cu", "cubic", "deep", "each", "every", "extra",
-    "fewer", "for", "full", "high", "in", "later", "left", "less", "long", "more", "of", "old",
-    "per", "remaining", "sq", "square", "tall", "the", "total", "wide",
+    "a", "altogether", "an", "and", "away", "cu", "cubic", "deep", "different", "distinct", "each",
+    "every", "extra", "fewer", "for", "full", "high", "in", "later", "left", "less", "long", "more",
+    "of", "old", "per", "possible", "remaining", "sq", "square", "tall", "the", "total", "wide",
 }  # fmt: skip
 # Words that change a value, so they are no unit though they stand in the problem.
 CHANGING_WORDS = {
     "about", "above", "almost", "am", "approximately", "at", "base", "below", "between", "but",
-    "cubed", "decreased", "different", "double", "doubled", "except", "false", "from", "greater",
+    "cubed", "decreased", "double", "doubled", "except", "false", "from", "greater",
     "halved", "if", "incorrect", "increased", "is", "it", "larger", "least", "maximum", "minimum",
     "minus", "mod", "modulo", "more", "most", "nearly", "negative", "never", "no", "none", "not",
     "only", "or", "over", "plus", "pm", "positive", "quadrupled", "remainder", "smaller",
@@ -180,6 +180,7 @@ class Words(NamedTuple):
     asked_stems: frozenset[str]  # of the words after "how many" and the like
     asked_units: tuple[Unit, ...]
     named_units: frozenset[str]
+    named_last: frozenset[str]  # those in its last sentence
     is_count: bool  # whether it asks how many
 
 
@@ -210,6 +211,7 @@ def words_of(problem: str) -> Words:
         asked_stems=frozenset(asked_stems),
         asked_units=tuple(asked_units),
         named_units=frozenset(named_units(text)),
+        named_last=frozenset(named_units(re.split(r"[.!?]\s", text.strip())[-1])),
         is_count=re.search(r"\bhow many\b", text, re.IGNORECASE) is not None,
     )
 
@@ -240,20 +242,21 @@ def is_unit_word(word: str) -> bool:
 def named_units(text: str) -> set[str]:
     """Returns the known units that a problem names, as h and km of "60 km in 2 hours"."""
     names = set()
-    before = ""
-    last_char = ""
+    before = ""  # the piece before
+    last = ""  # the one before that is no gap
     for piece in PIECE.finditer(text):
         word = piece[0]
+        name = known_unit(word) if piece.lastgroup == "word" else None
         if piece.lastgroup == "sign":
             names.add(sign_unit(word))
-        elif piece.lastgroup == "word" and word != "second":  # which is an ordinal as well
-            is_clear = len(word) > 2 or "~" in before or last_char.isdigit() or before == "/"
-            is_attached = len(word) == 1 and before != "" and before[-1].isdigit()
-            name = known_unit(word)
-            if name is not None and is_clear and not is_attached:
+        elif name is not None:
+            is_after_number = last.isdigit() and last != before
+            is_named = len(word) > 1 and word not in ("in", "second")
+            # A letter alone may be a variable: neither the m of "2m" nor of "m is even" is a meter.
+            if is_named or is_after_number or "~" in before or last in ("in", "per", "/"):
                 names.update(name.split("/"))
         if piece.lastgroup != "gap":
-            last_char = word[-1]
+            last = word
         before = word
     return names
 
@@ -500,11 +503,22 @@ def is_contradicted(unit: Unit, problem: Words) -> bool:
         return False
     alternatives = [asked for asked in problem.asked_units if kinds_of(asked) == kinds_of(unit)]
     if alternatives:
-        # 12 hours will do where it asks how many hours a week.
-        return unit not in alternatives and unit not in [numerator(asked) for asked in alternatives]
+        return not any(is_asked(unit, asked, problem) for asked in alternatives)
     kinds = {KIND_OF_UNIT[name] for name in names}
     others = {name for name in problem.named_units if KIND_OF_UNIT.get(name) in kinds}
     return not names <= problem.named_units and (problem.is_count or bool(others))
+
+
+def is_asked(unit: Unit, asked: Unit, problem: Words) -> bool:
+    """Returns whether a unit is what a problem asks for.
+
+    12 hours will do for "how many hours a week", and so will 12 meters per week for "how many
+    meters does he run each week".
+    """
+    if unit == asked or unit == numerator(asked):
+        return True
+    rest = {name for name, power in unit if power < 0}
+    return numerator(unit) == asked and rest <= problem.named_last
 
 
 def numerator(unit: Unit) -> Unit:
