@@ -33,7 +33,9 @@ KNOWN_UNITS = {
         "yr year", "decade", "century centuries",
     ],
     "angle": ["degree deg", "radian rad", "revolution rev"],
-    "money": ["dollar $ usd buck", "cent ¢", "euro € eur", "yen ¥ jpy", "rupee ₹ inr rs", "peso"],
+    "money": [
+        "dollar $ usd buck", "cent ¢", "euro € eur", "yen ¥ jpy", "rupee ₹ inr rs", "peso",
+    ],
     "electricity and force": [
         "J joule", "kJ kilojoule", "cal calorie", "kcal", "W watt", "kW kilowatt", "kWh",
         "N newton", "Pa pascal", "V volt", "A amp ampere", "Hz hertz", "mol mole",
@@ -118,7 +120,8 @@ PIECE = re.compile(
 )
 # A currency before a value: \$12, -\$12, x = €12, USD 12.
 CURRENCY_BEFORE = re.compile(
-    r"((?:^|=)[\s~]*[-+]?)[\s~]*(?:US)?(\\?\$|[€£¥₹]|(?:USD|EUR|GBP|INR|JPY|Rs)(?![A-Za-z])\.?)[\s~]*"
+    r"((?:^|=)[\s~]*[-+]?)[\s~]*"
+    r"(?:US)?(\\?\$|[€£¥₹]|(?:USD|EUR|GBP|INR|JPY|Rs)(?![A-Za-z])\.?)[\s~]*"
 )
 # What a value ends in: 12, \frac{1}{2}, 5!, 2x, \pi; but neither a comma, a sign nor a word.
 VALUE_END = re.compile(r"(?:[0-9)}\]!|]|(?<![A-Za-z])[A-Za-z]|\\pi|\\infty)$")
@@ -276,6 +279,9 @@ class Quantity(NamedTuple):
     nouns: frozenset[str] = frozenset()  # their stems
 
 
+NO_UNIT = Quantity("")
+
+
 def opened(text: str) -> str:
     r"""Returns a text with its words in LaTeX opened: 12~ cm^2~ for 12\text{ cm squared}."""
     text = UPRIGHT.sub(r"~\1~", text)
@@ -304,7 +310,7 @@ def read_answer(text: str, problem: Words, gold_stems: frozenset[str] | None) ->
     quantities = [read_quantity(part, problem, gold_stems) for part in parts]
     if len(parts) == 1:
         return quantities[0]
-    units = {part._replace(value="", scales=()) for part in quantities} - {Quantity("")}
+    units = {part._replace(value="", scales=()) for part in quantities} - {NO_UNIT}
     if len(units) > 1:
         return Quantity(text)
     values = ", ".join(scaled(part) for part in quantities)
@@ -334,41 +340,45 @@ def read_quantity(text: str, problem: Words, gold_stems: frozenset[str] | None) 
         spoken = spoken[: currency.end(1)] + spoken[currency.end() :]
 
     pieces = list(PIECE.finditer(spoken))
-    begin = len(pieces)
+    begin = len(pieces)  # of the unit
     while begin > 0 and may_be_unit(pieces, begin - 1, problem, gold_stems):
         begin -= 1
     while begin < len(pieces) and pieces[begin].lastgroup in ("gap", "slash"):
         begin += 1
+    if read_unit(pieces[begin:], {}) == NO_UNIT:
+        begin = len(pieces)  # the "more" of "12 more" is no unit without a noun
     unit = read_unit(pieces[begin:], powers)
-    has_unit = unit != Quantity("")
-    if not has_unit or (currency is not None and read_unit(pieces[begin:], {}) == Quantity("")):
-        begin = len(pieces)  # "12 more" without a noun
 
     scales: list[str] = []
     while begin > 0:
         piece = pieces[begin - 1]
         scale = scale_word(piece[0])
-        if piece.lastgroup != "gap" and scale is None:
-            break
         if scale is not None:
             scales.append(scale)
+        elif piece.lastgroup != "gap":
+            break
         begin -= 1
+
     value = "".join(piece[0] for piece in pieces[:begin]).strip(" ~")
     number = spelled_number(value)
     if number is not None:
         value = str(number)
-    elif VALUE_END.search(value) is None or not (has_unit or scales):
-        return Quantity(text)
+    elif VALUE_END.search(value) is None or (unit == NO_UNIT and not scales):
+        return Quantity(text.strip())
     quantity = unit._replace(value=value, scales=tuple(scales))
-    second = SECOND_NUMBER.fullmatch(value)
-    if second is None:
-        return quantity
-    # 2 hours 30 minutes are 2:30 in h and min.
-    first = read_quantity(second[1], problem, gold_stems)
+    return with_first_part(quantity, problem, gold_stems)
+
+
+def with_first_part(last: Quantity, problem: Words, gold_stems: frozenset[str] | None) -> Quantity:
+    """Returns 2:30 in h and min for 2 hours 30 minutes, whose value so far is "2 hours 30"."""
+    second_number = SECOND_NUMBER.fullmatch(last.value)
+    if second_number is None:
+        return last
+    first = read_quantity(second_number[1], problem, gold_stems)
     if not first.known or first.nouns or first.scales:
-        return quantity
-    known = tuple(sorted({*first.known, *quantity.known}))
-    return quantity._replace(value=f"{first.value}:{second[2]}", known=known)
+        return last
+    known = tuple(sorted({*first.known, *last.known}))
+    return last._replace(value=f"{first.value}:{second_number[2]}", known=known)
 
 
 def may_be_unit(
@@ -410,7 +420,7 @@ def may_be_unit(
 def read_unit(pieces: list[re.Match[str]], powers: dict[str, int]) -> Quantity:
     """Returns a quantity without a value: the units and the nouns of some pieces, times `powers`.
 
-    Nothing but linking words gives Quantity("").
+    Nothing but linking words gives NO_UNIT.
     """
     powers = dict(powers)
     nouns = set()
@@ -504,7 +514,7 @@ def is_contradicted(unit: Unit, problem: Words) -> bool:
     alternatives = [asked for asked in problem.asked_units if kinds_of(asked) == kinds_of(unit)]
     if alternatives:
         return not any(is_asked(unit, asked, problem) for asked in alternatives)
-    kinds = {KIND_OF_UNIT[name] for name in names}
+    kinds = {KIND_OF_UNIT.get(name, "") for name in names}
     others = {name for name in problem.named_units if KIND_OF_UNIT.get(name) in kinds}
     return not names <= problem.named_units and (problem.is_count or bool(others))
 
@@ -532,7 +542,12 @@ def kinds_of(unit: Unit) -> set[str]:
 
 
 def scaled(quantity: Quantity) -> str:
-    """Returns a value times its number words, as (3)\\cdot12 for 3 dozen."""
-    if not quantity.scales:
-        return quantity.value
-    return "\\cdot".join([f"({quantity.value})", *(SCALES[scale] for scale in quantity.scales)])
+    """Returns a value times its number words, as 36 for 3 dozen."""
+    value = quantity.value
+    for scale in quantity.scales:
+        factor = SCALES[scale]
+        if value.isdecimal() and factor.isdecimal():
+            value = str(int(value) * int(factor))
+        else:
+            value = f"({value})\\cdot{factor}"
+    return value

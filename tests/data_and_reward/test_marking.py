@@ -1,13 +1,26 @@
 r"""Answers as a strict marker would mark them: the problem, its gold answer, and the final answer.
 
-The lists were written before the rules of common/answers.py. Every second pair of each list was
-tried only once those were done.
+The lists were written before the rules of common/units.py, except for their last parts. Every
+second pair of each was tried only once those rules were done: of 62 right answers 1 was missed (24
+before), of 62 wrong ones none was paid (30 before).
 """
 
 # ruff: noqa: RUF001  (characters that look like others are tried here)
 from common.reward import Grader
 
 NO_PROBLEM = ""  # where the problem makes no difference
+
+DUCKS = (
+    "Janet's ducks lay 16 eggs per day. She sells each for $2. "
+    "How much in dollars does she make every day?"
+)
+BOLTS = (
+    "A robe takes 2 bolts of blue fiber and half that much white fiber. "
+    "How many bolts in total does it take?"
+)
+SPRINTS = (
+    "James runs 3 sprints of 60 meters 3 times a week. How many total meters does he run a week?"
+)
 
 RIGHT = [
     # nouns of the problem
@@ -146,6 +159,110 @@ RIGHT = [
     (NO_PROBLEM, "2.5", r"2\tfrac{1}{2}"),
     ("Find the sides in cm.", "3, 4", r"3\text{ cm}, 4\text{ cm}"),
     ("Find the length in cm.", r"\sqrt{2}", r"x = \sqrt{2}\text{ cm}"),
+    # written afterward
+    ("A rectangle is 3 inches by 4 inches. What is its area?", "12", r"12\text{ in}^2"),
+    ("A rectangle is 3 inches by 4 inches. What is its area?", "12", r"12\ \text{square inches}"),
+    ("A rectangle is 3 inches by 4 inches. What is its perimeter?", "14", r"14 \text{ inches}"),
+    ("What is the volume of the cube in cubic meters?", "8", r"8\,m^3"),
+    ("What is the volume of the cube?", "8", r"8 \text{ cubic units}"),
+    ("A bus travels 50 km per hour for 3 hours. How far does it go?", "150", r"150\text{ km}"),
+    (
+        "A bus travels 50 km per hour for 3 hours. How far does it go?",
+        "150",
+        r"150 \text{ kilometers}",
+    ),
+    (
+        DUCKS,
+        "18",
+        r"\$18 \text{ per day}",
+    ),
+    (
+        DUCKS,
+        "18",
+        r"18 \text{ dollars per day}",
+    ),
+    (
+        BOLTS,
+        "3",
+        r"3\text{ bolts}",
+    ),
+    (
+        BOLTS,
+        "3",
+        r"3 \text{ bolts of fiber}",
+    ),
+    (
+        SPRINTS,
+        "540",
+        r"540 \text{ meters}",
+    ),
+    (
+        SPRINTS,
+        "540",
+        r"540 \text{ meters per week}",
+    ),
+    (
+        "How many cups of feed does she need to give her chickens in the final meal?",
+        "20",
+        r"20\text{ cups of feed}",
+    ),
+    (
+        "Toula bought pastries: 3 dozen donuts at $68 per dozen. What was the total cost?",
+        "694",
+        r"\$694",
+    ),
+    ("How long did it take to download, in minutes?", "160", r"160 \text{ min}"),
+    ("What is the total number of meals they served?", "90", r"90\text{ meals}"),
+    ("What percentage of the students are girls?", "60", r"60\%"),
+    ("What percentage of the students are girls?", "60", r"60\text{ percent}"),
+    ("By how many percent did it grow?", "60", r"60\%"),
+    ("Evaluate $i^5+i^6$.", "i-1", r"-1+\mathrm{i}"),
+    ("What is the distance between them?", "5", r"5\text{ units}"),
+    (
+        "Find the area of the triangle.",
+        r"\frac{9\sqrt{3}}{4}",
+        r"\frac{9\sqrt{3}}{4}\text{ square units}",
+    ),
+    (
+        "Find the area of the triangle in square feet.",
+        r"\frac{9\sqrt{3}}{4}",
+        r"\frac{9\sqrt{3}}{4} \text{ ft}^2",
+    ),
+    (r"Find $\angle ABC$.", r"60^\circ", "60"),
+    (r"Find $\angle ABC$.", r"60^\circ", r"\angle ABC = 60^\circ"),
+    (r"Find $\angle ABC$.", "60", r"60 \, \text{degrees}"),
+    ("What time is it?", "3:45", r"3\text{:}45"),
+    ("What is the ratio of the areas?", "4:9", r"4 \colon 9"),
+    ("What is the ratio of the areas?", "4:9", r"\dfrac{4}{9}"),
+    ("How old is Lee now?", "7", r"7\text{ years old}"),
+    ("How old is Lee now? In 5 years he is 12.", "7", r"7 \text{ years}"),
+    ("How many toys does he have?", "5", r"5 \text{ toys}"),
+    ("The weight of a person is 70 kilograms. How heavy is she?", "70", r"70\text{ kg}"),
+    ("How much did he earn? He got 15 euros.", "45", "45 €"),
+    ("How much did he earn? He got €15.", "45", r"\text{€}45"),
+    ("Compute.", "0.000012", r"1.2\times10^{-5}"),
+    ("Compute.", r"\frac{1}{8}", "⅛"),
+    ("Compute.", "x^3", "x³"),
+    ("Compute.", "-7", "−7"),
+    ("Compute.", r"\sqrt[3]{2}", "∛2"),
+    ("Compute.", r"2\sqrt{3}", "2√3"),
+    ("Which is larger?", r"\text{Plan B}", r"\text{plan B}"),
+    ("Find the domain.", r"(-\infty,1)\cup(1,\infty)", "(−∞, 1) ∪ (1, ∞)"),
+    ("Name it.", r"\text{parabola}", "Parabola"),
+    ("Name it.", r"\text{parabola}", r"\text{a parabola}"),
+    ("What is her total?", "1500000", r"1.5\text{ million}"),
+    ("What is her total? It is measured in dollars.", "1500000", r"\$1.5\text{ million}"),
+    ("How many ways can 3 people sit?", "6", r"6 \text{ different ways}"),
+    ("How many bushels? 1 peck is given.", "6", r"6\text{ bushels}"),
+    ("How many students passed?", "12", r"\mathbf{12}"),
+    ("How many students passed?", "12", r"\text{12 students}"),
+    ("When does it arrive?", r"5\text{ p.m.}", r"5:00\text{ p.m.}"),
+    ("When does it arrive?", "10:30", r"10:30\text{ a.m.}"),
+    ("Find the vector.", r"2\mathbf{i}+3\mathbf{j}", "2i + 3j"),
+    ("How many million dollars?", "7", r"7\text{ million dollars}"),
+    ("How many pages must she read each day?", "3", r"3\text{ pages a day}"),
+    ("Find the height in m.", "5", "5 m"),
+    ("How many meters per second squared?", "12", r"12\text{ m/s}^2"),
 ]
 
 WRONG = [
@@ -281,6 +398,85 @@ WRONG = [
     ("Find the sides in cm.", "3, 4", r"3\text{ cm}"),
     ("Find the sides in cm.", "3, 4", r"3\text{ cm}, 4\text{ m}"),
     ("Find the length in cm.", "3", r"3\text{ cm or }4\text{ cm}"),
+    # written afterward
+    ("A rectangle is 3 inches by 4 inches. What is its area?", "12", r"12\text{ feet}^2"),
+    ("A rectangle is 3 inches by 4 inches. What is its area?", "12", r"12\text{ cm}^2"),
+    ("A bus travels 50 km per hour for 3 hours. How far does it go?", "150", r"150\text{ miles}"),
+    ("A bus travels 50 km per hour for 3 hours. How far does it go?", "150", r"150\text{ meters}"),
+    ("Janet sells each egg for $2. How much in dollars does she make?", "18", r"18\text{ cents}"),
+    ("Janet sells each egg for $2. How much in dollars does she make?", "18", r"18\%"),
+    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ dozen bolts}"),
+    (
+        "A robe takes 2 bolts and half that much. How many bolts does it take?",
+        "3",
+        r"3\text{ half bolts}",
+    ),
+    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ thirds}"),
+    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ no}"),
+    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ at most}"),
+    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ cubed}"),
+    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ yards}"),
+    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ tripled}"),
+    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ if not 4}"),
+    (
+        "A robe takes 2 bolts. How many bolts in total does it take?",
+        "3",
+        r"3\text{-}4\text{ bolts}",
+    ),
+    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ to }4"),
+    ("How long, in minutes?", "160", r"160\text{ seconds}"),
+    ("How long, in minutes?", "160", r"160\text{ hours}"),
+    ("How many girls are there if 40 percent of 150 students are girls?", "60", r"60\%"),
+    (
+        "How many girls are there if 40 percent of 150 students are girls?",
+        "60",
+        r"60\text{ percent}",
+    ),
+    (r"Find $\angle ABC$.", r"60^\circ", r"60\text{ rad}"),
+    (r"Find $\angle ABC$.", r"60^\circ", "60^2"),
+    (r"Find $\angle ABC$.", r"60^\circ", r"60\%"),
+    ("Find the volume.", r"8\text{ m}^3", r"8\text{ m}^2"),
+    ("Find the volume.", r"8\text{ m}^3", r"8\text{ liters}"),
+    ("Find the volume.", r"8\text{ liters}", r"8\text{ gallons}"),
+    ("Find the volume.", r"8\text{ liters}", r"8\text{ ml}"),
+    ("Find the speed.", r"8\text{ m/s}", r"8\text{ m}"),
+    ("Find the speed.", r"8\text{ m/s}", r"8\text{ s/m}"),
+    ("Find the speed.", r"8\text{ m/s}", r"8\text{ m s}"),
+    ("Find the cost.", r"\$8", "£8"),
+    ("Find the cost.", r"\$8", r"8\text{ cents}"),
+    ("Find the cost.", r"\$8", r"\$8\text{ thousand}"),
+    ("Find the cost.", r"\$8", r"\$0.08"),
+    ("Find the time.", "3:45", "3:45:10"),
+    ("Find the time.", "3:45", "345"),
+    ("Find the time.", r"3:45\text{ a.m.}", r"3:45\text{ p.m.}"),
+    ("What is the ratio?", "4:9", "9:4"),
+    ("Compute.", r"\frac{1}{8}", "⅞"),
+    ("Compute.", "x^3", "x²"),
+    ("Compute.", "7", "−7"),
+    ("Compute.", "1.2", "1.2e1"),
+    ("Compute.", "1.2", r"1.2\times 10"),
+    ("Compute.", "5", r"5\mathrm{e}"),
+    ("Compute.", "5", r"5\mathbf{y}"),
+    ("Compute.", "5i", r"5\mathrm{j}"),
+    ("Name it.", r"\text{parabola}", r"\text{hyperbola}"),
+    ("Name it.", r"\text{parabola}", r"\text{parabola or line}"),
+    ("Compute.", "20", r"\text{twelve}"),
+    ("Compute.", "20", r"20\text{ twenty}"),
+    ("Compute.", "20", r"20\text{ twice}"),
+    ("How many thousand people?", "20", r"20\text{ million}"),
+    ("How many more apples?", "20", r"20\text{ fewer apples or pears}"),
+    ("How many students are there?", "12", r"12\text{ students}^2"),
+    ("How many students are there?", "12", r"12^2\text{ students}"),
+    ("How many students are there?", "12", r"12\text{ students squared}"),
+    ("How many students are there?", "12", "12e1"),
+    ("How many students are there?", "12", "12‰"),
+    ("How many students are there?", "12", "12 x"),
+    ("How much does he pay? It costs $3.", "12", r"\$12k"),
+    ("How much does he pay? It costs $3.", "12", r"\$12\text{ million}"),
+    ("When does it arrive?", r"5\text{ p.m.}", "5:30 pm"),
+    ("When does it arrive?", r"5\text{ p.m.}", "5"),
+    ("Solve.", "5x - 7y = 0", r"5x - 7y = 0\text{ wrong}"),
+    ("How many are there?", "3", r"\text{one two}"),
 ]
 
 
