@@ -43,21 +43,16 @@ KNOWN_UNITS = {
     "data": ["bit", "byte", "kb KB kilobyte", "mb MB megabyte", "gb GB gigabyte"],
 }  # fmt: skip
 QUOTIENTS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "fps": "ft/s"}
-KIND_OF_UNIT = {entry.split()[0]: kind for kind, row in KNOWN_UNITS.items() for entry in row}
 
 
-def unit_spellings() -> dict[str, str]:
-    """Returns the unit's own name for each of its spellings, as cm for centimeter."""
-    names: dict[str, str] = {}
-    for entries in KNOWN_UNITS.values():
-        for entry in entries:
-            spellings = entry.split()
-            for spelling in spellings:
-                names[spelling] = spellings[0]
-    return names | QUOTIENTS
-
-
-UNIT_SPELLINGS = unit_spellings()
+UNIT_SPELLINGS = dict(QUOTIENTS)  # the unit's own name by each of its spellings
+KIND_OF_UNIT: dict[str, str] = {}  # what it measures, by its own name
+for kind, entries in KNOWN_UNITS.items():
+    for entry in entries:
+        own_name = entry.split()[0]
+        KIND_OF_UNIT[own_name] = kind
+        for spelling in entry.split():
+            UNIT_SPELLINGS[spelling] = own_name
 
 # Number words after a value, and what they multiply it by: 3 dozen, 3 tenths, 3\%.
 SCALES = {
