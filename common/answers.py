@@ -1,16 +1,19 @@
 r"""Final answers as text: where the last \boxed{...} stands, and what in it does not count.
 
 Both the answer of a completion and the gold answer are made `tidy` before they are compared. That
-removes units and the like, and rewrites what math-verify would misread. `quick_verdict` settles
-the pairs that need no evaluation; grading_worker.py evaluates the others.
+rewrites what math-verify would misread. units.py then compares their units and takes them off.
+`quick_verdict` settles the pairs that need no evaluation; grading_worker.py evaluates the others.
 
 Every regular expression has a comment that says by an example what it is for.
 """
 
+# ruff: noqa: RUF001  (characters that look like others are what `CHARACTERS` is about)
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+
+from common.units import stem, values_to_compare
 
 MAX_CHARS = 500  # a longer box or gold is compared as a string only; MATH-500's longest is 53
 
@@ -56,33 +59,48 @@ def last_boxed(text: str) -> str | None:
     return text[begin:end]
 
 
-# ---- Units: what may follow the value in 12 cm^2, or in 12\text{ apples} -------------------------
-# Space between a value and what follows it: 12 cm, 12~cm, 12\,cm.
-GAP = r"(?:[\s~]|\\[,;:! ])"
-# The beginning of words in LaTeX: 12\text{ apples}, 12\mathrm{ cm}.
-TEXT = r"\\(?:text|mbox|math)[a-z]* ?\{"
-# The power of a unit: cm^2, cm^{2}.
-POWER = r"(?:\^(?:[1-9]|\{[1-9]\}))?"
-# A word that changes the value, so it is no unit: 12 million, 12 or more, 12\text{k}.
-CHANGING_WORD = (
-    r"\b(?:(?i:or|not|is|half|dozen|hundred|thousand|\w*illion|mod|squared|cubed)s?|[kM])\b"
-)
-# Another number, which belongs to the answer: 12 hours and 30 minutes. The 2 of cm^2 does not.
-OTHER_NUMBER = r"(?<![a-zA-Z^])(?<!\^\{)[0-9]"
-# Units of one or two letters, which may follow without a gap: 12cm, 12 km/h, 1st.
-SHORT_UNIT = r"[ckm]?m|[km]?g|m?[lL]|ft|in|yd|mi|mph|lb|oz|hr|min|sec|s|h|st|nd|rd|th|°"
-# One word of a unit: " dollars", "cm^2", "/h". Percent is left to math-verify, which knows it.
-UNIT_WORD = rf"(?:{GAP}+(?!percent)[A-Za-z]{{3,}}|{GAP}*/?(?:{SHORT_UNIT})(?!\w)){POWER}"
-# Such words after a value that ends in a digit, a bracket or pi: 12 years old, 2\pi cm.
-UNIT_WORDS = rf"(?:(?<=[0-9)}}])|(?<=\\pi))(?:{UNIT_WORD})+"
-# The same in LaTeX, after any value: x\text{ cm}^2.
-UNIT_TEXT = rf"{GAP}*/?{TEXT}[^{{}}]*\}}{POWER}"
-# The value, which ends before the first \text{ and neither in a comma nor in an operator: in
-# 1, \text{A} the text is an answer, and no unit.
-VALUE = rf"((?:(?!{TEXT}).)*?[^\s,;=+*/$-])"
-VALUE_WITH_UNIT = rf"^{VALUE}(?!.*(?:{CHANGING_WORD}|{OTHER_NUMBER}))(?:{UNIT_WORDS}|{UNIT_TEXT})+$"
-
 # ---- What `tidy` rewrites ------------------------------------------------------------------------
+# Space in LaTeX: 12~cm, 12\,cm.
+GAP = r"(?:[\s~]|\\[,;:! ])"
+# Characters that LaTeX has commands for.
+CHARACTERS = str.maketrans(
+    {
+        "−": "-", "–": "-", "×": r"\times ", "÷": r"\div ", "⋅": r"\cdot ", "π": r"\pi ",
+        "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ",
+        "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "⁄": "/", "∶": ":",
+        "％": r"\%", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
+        "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}",
+        "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}", "⅚": r"\frac{5}{6}",
+        "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+    }
+)  # fmt: skip
+# Raised digits: x², 10⁻⁴.
+RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
+LOWERED = str.maketrans(RAISED, "0123456789-")
+# What follows the sign of a root: √2, 3√15, √(x+1).
+RADICAND = r" ?(\d+(?:\.\d+)?|[a-z]|\([^()]*\)|\{[^{}]*\})"
+# Spaces that have names: 10\thinspace000.
+NAMED_SPACE = r"\\(?:thin|med|thick|en)space(?![a-zA-Z])"
+# Scientific notation: 3e8, 3E-4, but not the number 1E3_{16} in another base.
+EXPONENT = r"(?<=\d)[eE]([+-]?\d{1,3})(?![\w.])"
+# A letter x for a sign: 3 x 10^8, 3\text{ x }10^8.
+LETTER_FOR_TIMES = r"(?<=\d) ?(?:[xX]|\\text ?\{ ?x ?\}) ?(?=10\s?\^)"
+# A ratio or a time: 3{:}2, 3 : 2, 10\!:\!30, 3\text{ to }2.
+COLON = (
+    rf"{GAP}*(?:\{{:\}}|(?<!\\):|\\colon(?![a-zA-Z])){GAP}*"
+    r"|(?<=[0-9)}]) ?(?:to|\\text ?\{ ?(?:to|:) ?\}) ?(?=[0-9(\\])"
+)
+# Half of a day: 7\text{ p.m.}, 7 PM.
+HALF_OF_DAY = r"(?<=[0-9]) ?(?:\\text ?\{ ?)?([apAP])\.? ?[mM]\b\.?(?: ?\})?"
+# A fraction of units: \frac{\text{km}}{\text{h}}.
+UNIT_IN_FRACTION = r" ?\{\\(?:text|math)[a-z]* ?\{([^{}]*)\}\}"
+FRACTION_OF_UNITS = rf"\\[dt]?frac{UNIT_IN_FRACTION}{UNIT_IN_FRACTION}"
+# A text around all of an answer that holds a digit: \text{12 cm}, \mathbf{12}.
+TEXT_AROUND_ALL = r"^\\(?:text|mbox|math|boldsymbol)[a-z]* ?\{([^{}]*[0-9][^{}]*)\}$"
+# A letter in a font of its own: 2\mathrm{i}, \mathbf{x}.
+LETTER_IN_FONT = re.compile(r"\\(?:math[a-z]+|boldsymbol|bm) ?\{ ?([A-Za-z]) ?\}")
+# An imaginary part that math-verify does not take for the one of 2i: 2 i, 2\,i, 2\cdot i.
+SPACE_BEFORE_I = re.compile(rf"(?<=[0-9])(?:{GAP}|\\cdot(?![a-zA-Z]))+i(?![a-zA-Z])")
 # What may surround an answer without being part of it: "$ 7 $", "\approx 7", "7.". Math-verify
 # fails on a full stop in the box.
 EDGES = (
@@ -121,13 +139,33 @@ def many_decimals(repeating: re.Match[str]) -> str:
     return decimals + repeated[:15]
 
 
+def as_power(raised: re.Match[str]) -> str:
+    """Returns raised digits as a power: ^{-4} for ⁻⁴."""
+    return "^{" + raised[0].translate(LOWERED) + "}"
+
+
+def half_of_day(match: re.Match[str]) -> str:
+    """Returns am or pm after a space."""
+    return f" {match[1].lower()}m"
+
+
 REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(f"[{RAISED}]+"), as_power),
+    (re.compile(f"√{RADICAND}"), r"\\sqrt{\1}"),
+    (re.compile(f"∛{RADICAND}"), r"\\sqrt[3]{\1}"),
+    (re.compile(NAMED_SPACE), r"\\,"),
+    (re.compile(r"\\degree(?![a-zA-Z])"), r"^\\circ "),
     (re.compile(EDGES), ""),
     (re.compile(SPACES), " "),
+    (re.compile(TEXT_AROUND_ALL), r"\1"),
+    (re.compile(FRACTION_OF_UNITS), r"\\text{ \1/\2}"),
+    (re.compile(COLON), ":"),
+    (re.compile(HALF_OF_DAY), half_of_day),
+    (re.compile(LETTER_FOR_TIMES), r"\\times "),
+    (re.compile(EXPONENT), r"\\cdot10^{\1}"),
     (re.compile(JOINING_WORD), ", "),
     (re.compile(LETTERS), r"\1"),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
-    (re.compile(VALUE_WITH_UNIT), r"\1"),
     (re.compile(THOUSANDS), digits_only),
     (re.compile(MIXED_FRACTION), r"\1\\frac{\2}{\3}"),
     (re.compile(BRACKETS_SIDE_BY_SIDE), r")\\cdot\1("),
@@ -138,17 +176,51 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 def tidy(text: str) -> str:
     """Returns an answer without what does not count, and with what math-verify misreads rewritten.
 
-    So 12 cm becomes 12, and 2 1/2 becomes 2\\frac{1}{2}. The order of the rewrites matters.
+    So 7. becomes 7, and 2 1/2 becomes 2\\frac{1}{2}. The order of the rewrites matters.
     """
-    if len(text) > MAX_CHARS:
+    if len(text) > MAX_CHARS or text.isdecimal():
         return text.strip()
+    text = text.translate(CHARACTERS)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     return text
 
 
+# ---- Pairs ---------------------------------------------------------------------------------------
+Pair = tuple[str, str]  # (answer, gold answer), both tidy and without their units
+
+# An answer that cannot have a unit: 42, -1.5, (3,4), 1/2.
+WITHOUT_WORDS = re.compile(r"[0-9 +\-*/.,:()\[\]]*")
+
+
+def pairs_to_compare(box: str, gold: str, problem: str) -> list[Pair]:
+    """Returns the pairs of which one must be equal for a box to be right, none if it is wrong.
+
+    The problem may be "", where it is not known.
+    """
+    box = tidy(box)
+    gold = tidy(gold)
+    has_words = WITHOUT_WORDS.fullmatch(box) is None or WITHOUT_WORDS.fullmatch(gold) is None
+    if box == gold or not has_words or max(len(box), len(gold)) > MAX_CHARS:
+        return [(box, gold)]
+    values = values_to_compare(box, gold, problem)
+    return [(in_one_font(given), in_one_font(right)) for given, right in values]
+
+
+def in_one_font(text: str) -> str:
+    """Returns an answer with its single letters in the usual font, and 2 i as 2i."""
+    text = LETTER_IN_FONT.sub(r" \1", text).strip()
+    return SPACE_BEFORE_I.sub("i", text)
+
+
 # ---- Verdicts that take no evaluation ------------------------------------------------------------
 INTEGER = re.compile(r"[+-]?[0-9]{1,30}")  # in ASCII digits: 42, -7, +7, 007
+# The command of words in LaTeX: \text{, \textbf{.
+COMMAND = r"\\(?:text|mbox|mathrm|operatorname)[a-z]* ?\{"
+# An answer of words: \text{no solution}, Even, \textbf{(C)}.
+WORDS = re.compile(rf"(?:{COMMAND}|[A-Za-z .,'()}}-])+")
+# A ratio or a time: 3:2, 10:30 am, and 5 pm, which is compared with 5:00 pm.
+RATIO = re.compile(r"([0-9]+(?::[0-9]+)*)( [ap]m)?")
 NUMBER_IN_A_BASE = re.compile(r"\b[0-9][0-9A-Z]*\s*_([^_]*)$")  # 101_2, 4A_{16}, 11_{(2)}
 
 
@@ -160,23 +232,46 @@ def quick_verdict(box: str, gold: str) -> float | None:
         return 1.0
     if max(len(box), len(gold)) > MAX_CHARS or says_more(box, gold):
         return 0.0
+    if WORDS.fullmatch(box) and WORDS.fullmatch(gold):
+        return float(words_alone(box) == words_alone(gold))
+    if ":" in box + gold and RATIO.fullmatch(box) and RATIO.fullmatch(gold):
+        return float(is_same_ratio(box, gold))
     if INTEGER.fullmatch(box) and INTEGER.fullmatch(gold):
         return float(int(box) == int(gold))
     return None
 
 
+def words_alone(text: str) -> list[str]:
+    """Returns the stems of the words of an answer that is no formula, without articles."""
+    words = re.findall(r"[a-z0-9]+", re.sub(COMMAND, "", text).lower())
+    return [stem(word) for word in words if word not in ("a", "an", "the")]
+
+
+def is_same_ratio(box: str, gold: str) -> bool:
+    """Returns whether two ratios or times have the same numbers, and the same am or pm, if any.
+
+    A box may add am or pm to the gold answer, and zeros: 07:05, 5:00.
+    """
+    box_numbers, _, box_half = box.partition(" ")
+    gold_numbers, _, gold_half = gold.partition(" ")
+    box_parts = [int(part) for part in box_numbers.removesuffix(":00").split(":")]
+    gold_parts = [int(part) for part in gold_numbers.removesuffix(":00").split(":")]
+    return box_parts == gold_parts and gold_half in ("", box_half)
+
+
 def says_more(box: str, gold: str) -> bool:
     r"""Returns whether the box has something that changes its value, but that math-verify drops.
 
-    That is the modulus of 4 \mod 5, the braces of the set \{1, 2\} where the gold answer is the
-    pair (1, 2), or the number base of 101_2. The problem often names the base, so a gold answer
-    with a base may be given without it, but a box must not name another one.
+    That is the modulus of 4 \mod 5, the prime of 30', the braces of the set \{1, 2\} where the gold
+    answer is the pair (1, 2), or the number base of 101_2. The problem often names the base, so a
+    gold answer with a base may be given without it, but a box must not name another one.
     """
     adds_modulus = "mod" in box and "mod" not in gold
     adds_braces = "\\{" in box and "\\{" not in gold and gold.endswith(")")
     box_base = number_base(box)
     adds_base = box_base is not None and box_base != (number_base(gold) or "10")
-    return adds_modulus or adds_braces or adds_base
+    adds_prime = re.search(r"[0-9]'", box) is not None and "'" not in gold
+    return adds_modulus or adds_braces or adds_base or adds_prime
 
 
 def number_base(text: str) -> str | None:

@@ -507,7 +507,9 @@ def correctness(grader: Grader, texts: Sequence[str], problems: Sequence[Problem
 
     For a problem with steps every step must be right as well: slips that cancel earn nothing.
     """
-    verdicts = list(grader.grade(texts, [problem.answer for problem in problems]))
+    golds = [problem.answer for problem in problems]
+    prompts = [problem.prompt for problem in problems]
+    verdicts = list(grader.grade(texts, golds, prompts))
     for row, (text, problem) in enumerate(zip(texts, problems, strict=True)):
         if problem.steps and first_error(text, problem) is not None:
             verdicts[row] = 0.0

@@ -183,6 +183,8 @@ def compare(box: str, gold: str) -> bool:
     values = [parse(side) for side in sides]
     if isinstance(right[0], sympy.Expr) and any(is_list(value[0]) for value in values):
         return False  # 42, 42 is not one answer
+    if any(has_other_letters(value[0], right[0]) for value in values):
+        return False  # 0\text{ wrong} is not 0
 
     zeros = leading_zeros(right[0])
     decimals = re.findall(r"\.([0-9]{1,12})", gold)  # those of each number: 0672 of .0672
@@ -206,6 +208,22 @@ def is_list(value: Any) -> bool:
     """Returns whether a value that math-verify read, or the right side of it, is several ones."""
     value = getattr(value, "rhs", value)
     return len(getattr(value, "_unsorted_args", ())) > 1
+
+
+def has_other_letters(value: Any, right: Any) -> bool:
+    r"""Returns whether a value has words that the gold answer has not, or letters if that is none.
+
+    math-verify takes words for factors, so 0\text{ wrong} would be 0.
+    """
+    others = symbol_names(value) - symbol_names(right)
+    if getattr(right, "is_number", False):
+        return bool(symbol_names(getattr(value, "rhs", value)))
+    return any(len(name) > 2 for name in others)
+
+
+def symbol_names(value: Any) -> set[str]:
+    """Returns the names of the symbols in what math-verify read."""
+    return {str(symbol) for symbol in getattr(value, "free_symbols", ())}
 
 
 def leading_zeros(value: Any) -> int:

@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, Any, cast
 
-from common.answers import boxed_span, last_boxed, quick_verdict, tidy
+from common.answers import Pair, boxed_span, last_boxed, pairs_to_compare, quick_verdict
 from common.printable import printable
 
 __all__ = [
@@ -45,7 +45,6 @@ START_ATTEMPTS = 3  # one death alone may be the kernel's OOM killer
 CACHE_PAIRS = 20_000  # at most 2 * MAX_CHARS characters each: tens of MB at worst
 ACCURACY = "accuracy_reward"  # the reward function that stands for the Grader's own verdict
 
-Pair = tuple[str, str]  # (content of the box, gold answer), both tidy
 RewardFunction = Callable[..., Any]  # by TRL's convention; see `call_reward_func`
 
 
@@ -103,6 +102,14 @@ class Worker:
         return text
 
 
+def problem_text(problem: str | list) -> str:
+    """Returns the text of a problem: itself, or what the user says in a chat."""
+    if isinstance(problem, str):
+        return problem
+    said = [message["content"] for message in problem if message["role"] == "user"]
+    return "\n".join(text for text in said if isinstance(text, str))
+
+
 class Grader:
     """Grades completions. It starts its workers when a pair first needs one, and keeps them.
 
@@ -141,27 +148,39 @@ class Grader:
         for worker in list(self._workers):
             self._kill(worker)
 
-    def grade(self, completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-        """Returns 1.0 (equal) or 0.0 for each completion against its gold answer, in order."""
+    def grade(
+        self,
+        completions: Sequence[str],
+        answers: Sequence[str],
+        problems: Sequence[str | list] | None = None,
+    ) -> list[float]:
+        """Returns 1.0 (equal) or 0.0 for each completion against its gold answer, in order.
+
+        The problems are texts or lists of chat messages. Without them no noun is a unit.
+        """
+        if problems is None:
+            problems = [""] * len(completions)
         # Settle what takes no evaluation. The rest is collected by pair, because the members of a
         # group often give the same answer.
         verdicts = [0.0] * len(completions)
         rows_of_pair: dict[Pair, list[int]] = {}
-        for row, (completion, answer) in enumerate(zip(completions, answers, strict=True)):
-            box = tidy(last_boxed(completion) or "")
-            gold = tidy(answer)
-            quick = quick_verdict(box, gold)
-            if quick is None:
-                rows_of_pair.setdefault((box, gold), []).append(row)
-            else:
-                verdicts[row] = quick
+        rows = zip(completions, answers, problems, strict=True)
+        for row, (completion, answer, problem) in enumerate(rows):
+            box = last_boxed(completion) or ""
+            for pair in pairs_to_compare(box, answer, problem_text(problem)):
+                given, right = pair
+                quick = quick_verdict(given, right)
+                if quick is None:
+                    rows_of_pair.setdefault(pair, []).append(row)
+                else:
+                    verdicts[row] = max(verdicts[row], quick)
 
         # Take the others from the cache, or have them judged.
         known = {pair: self._cache.pop(pair) for pair in rows_of_pair if pair in self._cache}
         known |= self._judge_all([pair for pair in rows_of_pair if pair not in known])
         for pair, verdict in known.items():
             for row in rows_of_pair[pair]:
-                verdicts[row] = verdict
+                verdicts[row] = max(verdicts[row], verdict)
 
         # Cache them as the ones that were used last, and drop the oldest.
         self._cache |= known
@@ -277,20 +296,25 @@ def shared_grader() -> Grader:
     return grader
 
 
-def verdicts(completions: Sequence[str | list], golds: Sequence[str]) -> list[bool]:
+def verdicts(
+    completions: Sequence[str | list],
+    golds: Sequence[str],
+    problems: Sequence[str | list] | None = None,
+) -> list[bool]:
     """Returns for each completion whether its final answer is right, as accuracy_reward judges it.
 
-    A completion is a text or, of a chat, a list of messages. For a problem whose data set names
-    steps, accuracy_reward asks for right steps as well.
+    A completion and a problem are texts or, of a chat, lists of messages. Without its problem, 12
+    is not right as "12 apples". For a problem whose data set names steps, accuracy_reward asks for
+    right steps as well.
     """
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     with SHARED_GRADER_LOCK:
-        return [verdict == 1.0 for verdict in shared_grader().grade(texts, golds)]
+        return [verdict == 1.0 for verdict in shared_grader().grade(texts, golds, problems)]
 
 
-def is_right(completion: str | list, gold: str) -> bool:
+def is_right(completion: str | list, gold: str, problem: str | list = "") -> bool:
     """Returns whether a completion's final answer is right, as accuracy_reward judges it."""
-    return verdicts([completion], [gold])[0]
+    return verdicts([completion], [gold], [problem])[0]
 
 
 # ---- Reward functions ----------------------------------------------------------------------------

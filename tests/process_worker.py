@@ -86,7 +86,7 @@ class HashGrader:
 
     timeouts = 0
 
-    def grade(self, texts: list[str], answers: list[str]) -> list[float]:
+    def grade(self, texts: list[str], answers: list[str], problems: list) -> list[float]:
         odd = [hashlib.blake2b(text.encode()).digest()[1] % 2 for text in texts]
         return [float(o and a != CONSTANT) for o, a in zip(odd, answers, strict=True)]
 

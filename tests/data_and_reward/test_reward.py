@@ -48,6 +48,12 @@ def math500() -> tuple[list[str], list[str]]:
     return [row["solution"] for row in rows], [row["answer"] for row in rows]
 
 
+def problems_of(name: str) -> list[str]:
+    if name == "math500":
+        return [row["problem"] for row in read("math500.jsonl")]
+    return [row["question"] for row in read(f"gsm8k_{name}.jsonl")]
+
+
 def gsm8k(split: str) -> tuple[list[str], list[str]]:
     parts = [row["answer"].split("####") for row in read(f"gsm8k_{split}.jsonl")]
     return [a + box(b.strip()) for a, b in parts], [b.strip() for _, b in parts]
@@ -146,8 +152,8 @@ EQUAL = [
     (r"(3, \pi/2)", r"\left( 3, \frac{\pi}{2} \right)"), ("5, 3, 7", "3, 5, 7"),
     ("[-2, 7]", r"x \in [-2,7]"), (r"(-\infty,0]", r"(-\infty, 0]"), ("2(k+1)", "2k+2"),
     ("-q + p", "p - q"), ("Evelyn", r"\text{Evelyn}"), (r"\text{C}", r"\text{(C)}"),
-    ("11111111100", r"11,\! 111,\! 111,\! 100"), ("90", r"90^\circ"), (r"10\%", "10"),
-    (r"\$18", "18"), ("18.00", "18"), (r"18\text{ apples}", "18"), ("5.4", r"5.4 \text{ cents}"),
+    ("11111111100", r"11,\! 111,\! 111,\! 100"), ("90", r"90^\circ"),
+    (r"\$18", "18"), ("18.00", "18"), ("18", r"18\text{ apples}"), ("5.4", r"5.4 \text{ cents}"),
     (r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     ("1+2i", "2i + 1"), (r"1 + \sqrt{19}, 1 - \sqrt{19}", r"1 \pm \sqrt{19}"),
     ("6.72 \\times 10^{-5}", ".0000672"), (r"(x+1)^2", "x^2+2x+1"), ("0.333333", r"\frac13"),
@@ -156,8 +162,7 @@ EQUAL = [
     # units and other words
     ("12 dollars", "12"), ("12 cm^2", "12"), ("12cm", "12"), (r"12\,\mathrm{m}/\mathrm{s}^2", "12"),
     (r"12^\circ", "12"), ("12°", "12"), (r"12^{\circ}\text{C}", "12"), ("12 years old", "12"),
-    (r"12\text{ more apples}", "12"), (r"12\text{ apples and oranges}", "12"), ("12 km/h", "12"),
-    (r"\frac{1}{2} cup", "0.5"), (r"2\pi cm", r"2\pi"), ("12 percent", "12"), ("12", "12 dollars"),
+    ("12 km/h", "12"), (r"\frac{1}{2} cup", "0.5"), (r"2\pi cm", r"2\pi"), ("12", "12 dollars"),
     (r"1\text{ and }2\text{ units}", "1, 2"), ("A,D", r"\text{A,D}"), ("D, A", r"\text{A,D}"),
     (r"\displaystyle \text{Evelyn}", r"\text{Evelyn}"), (r"\varnothing", r"\emptyset"),
     # thousands
@@ -195,7 +200,8 @@ DIFFERENT = [
     (r"x=4\lor x=7", "4"), (r"x=4\lor x=7", "7"), (r"x=4 \implies x=7", "7"), ("x=4 x=7", "7"),
     (r"x=4\quad x=7", "7"), ("42, 42", "42"), ("1;1", "1"), ("x = 42, 42", "42"),
     (r"42, \frac{84}{2}", "42"), (r"42\text{ and }42", "42"),
-    # words that are no unit
+    # words that are no unit; without the problem a noun is none either
+    (r"12\text{ apples}", "12"), ("12 percent", "12"), (r"10\%", "10"),
     (r"12\text{ million}", "12"), (r"12\text{ or more}", "12"), (r"12\text{ is wrong}", "12"),
     ("12 million", "12"), ("12 Dozens", "12"), (r"12\text{ Million}", "12"), (r"12\text{k}", "12"),
     ("12 squared", "12"), (r"12\text{ and a half}", "12"),
@@ -223,13 +229,16 @@ def test_no_box_is_slow_to_rewrite():
     for unit in (
         "1 ", "1,", "a", " ab", "1 cm", "\\text{", "\\text{a}", "1,000,", "{", "}", "\\,", "(1)",
         "x=", "=", "1.\\overline{3}", "_{1}", "^", "or ", "\\text{ a }/", "~$", "1'", "12,\\! ",
-        "aillion ",
+        "aillion ", "cm 1 and ", "twenty ", "\\text{cm} ", "1 h 1,", "thousand ", "per ", "$", ":",
+        "√(", "\\circ ", "^2", "in ", "{:}", "\\frac{\\text{", "how many ", "p.m",
     ):  # fmt: skip
         for start, end in (("", "!"), ("12 ", "\\"), ("x = 1", " 0")):
             text = start + unit * (490 // len(unit)) + end
             begun = time.monotonic()
             tidy_text = answers.tidy(text)
             quick_verdict(tidy_text, "7")
+            answers.pairs_to_compare(text, "7", "How many apples and cm?")
+            answers.pairs_to_compare("7", text, text)
             grading_worker.sides_to_check(tidy_text)
             assert time.monotonic() - begun < 2.0, (start, unit, end)
 
@@ -330,7 +339,8 @@ NEXT_SCORES_ONE = {"math500": {("5", "x=5")}, "train": set(), "test": set()}
 @pytest.mark.parametrize("name", SETS)
 def test_gold_solutions(name, grader):
     texts, golds = SETS[name]()
-    verdicts = grader.grade(texts, golds)
+    assert grader.grade(texts, golds) == grader.grade(texts, golds, problems_of(name))
+    verdicts = grader.grade(texts, golds, problems_of(name))
     zero = {gold for gold, verdict in zip(golds, verdicts, strict=True) if verdict == 0.0}
     assert zero == GOLD_SCORES_ZERO[name]
     assert sum(verdicts) >= 0.998 * len(golds)
@@ -343,7 +353,7 @@ LONG = pytest.param("math500", marks=pytest.mark.slow)  # nearly every pair take
 def test_gold_solutions_against_the_next_answer(name, grader):
     texts, golds = SETS[name]()
     after = golds[1:] + golds[:1]
-    verdicts = grader.grade(texts, after)
+    verdicts = grader.grade(texts, after, problems_of(name))
     rows = list(zip(golds, after, verdicts, strict=True))
     differ = [row for row in rows if row[0].replace(",", "") != row[1].replace(",", "")]
     assert len(differ) > 0.9 * len(rows)
@@ -1049,13 +1059,23 @@ def test_numbers_that_a_reward_function_logs():
 def test_the_graders_verdict_for_reward_functions():
     texts = [box("1,600"), box("16 apples"), "#### 16", box("32/2"), box("17")]
     golds = ["1600", "16", "16", "16", "16"]
-    expected = [True, True, False, True, False]
-    assert reward.verdicts(texts, golds) == expected
-    assert [value == 1.0 for value in Grader(1, 30.0).grade(texts, golds)] == expected
-    chats = [[{"role": "assistant", "content": text}] for text in texts]
-    assert reward.verdicts(chats, golds) == expected
-    assert [reward.is_right(*pair) for pair in zip(texts, golds, strict=True)] == expected
+    problems = ["How many apples?"] * 5
+    for asked, expected in (
+        (problems, [True, True, False, True, False]),
+        (None, [True, False, False, True, False]),  # apples are no known unit
+    ):
+        assert reward.verdicts(texts, golds, asked) == expected
+        grades = Grader(1, 30.0).grade(texts, golds, asked)
+        assert [value == 1.0 for value in grades] == expected
+        chats = [[{"role": "assistant", "content": text}] for text in texts]
+        assert reward.verdicts(chats, golds, asked) == expected
     assert reward.is_right(chats[0], "1600") is True
+    assert reward.is_right(texts[1], "16") is False
+    assert reward.is_right(texts[1], "16", "How many apples?") is True
+    system = {"role": "system", "content": "Count pears."}
+    asked = [system, {"role": "user", "content": "How many apples?"}]
+    assert reward.is_right(texts[1], "16", asked) is True
+    assert reward.is_right(box("16 pears"), "16", asked) is False
 
 
 @pytest.mark.parametrize("name", ["random", "math", "pytest"])  # builtin, and a library too

@@ -39,6 +39,7 @@ FORMS = [  # ways to write v, all equal to it
     r"{v}\text{{ apples}}", r"\$ {v}", "{v3}-2-1", r"\dfrac{{{v2}}}2", r"2^0 \cdot {v}",
     "{v} dollars", "{v} cm^2", "{v} = x", "{v3} - 3 = {v}", r"\text{{Cost}} = {v3} - 3 = {v}",
 ]  # fmt: skip
+PROBLEM = "A box holds apples or dollars. It is 2 cm^2. Find their number."
 HEDGES = [  # a strict marker gives nothing for these, though {v} stands in each
     "{v}, {v}", "{v}; {v}", "x = {v3} x = {v}", r"x = {v3} \lor x = {v}", "{v3} = {v}", "2x = {v}",
     "x + y = {v}", r"{v}\text{{ million}}", r"{v}\text{{ or more}}", r"{v}\text{{ is wrong}}",
@@ -239,19 +240,20 @@ def fuzz(count: int, endless: int, seed: int, seconds: int) -> None:
     with at_most(seconds), Grader(2, timeout=5.0) as grader:
         for first in range(0, count, 64):  # a rollout's worth at a time
             some = made[first : first + 64]
-            verdicts = grader.grade([c.completion for c in some], [c.gold for c in some])
+            texts = [c.completion for c in some]
+            verdicts = grader.grade(texts, [c.gold for c in some], [PROBLEM] * len(some))
             assert len(verdicts) == len(some) and set(verdicts) <= {0.0, 1.0}
             pairs = zip(some, verdicts, strict=True)
             wrong += [c for c, got in pairs if c.credit is not None and got != c.credit]
         rows = [box(text) for text in (r"\frac{21}{3}", "7.0", "15/2", "14/2")]
         assert grader.grade(rows, ["7"] * 4) == [1.0, 1.0, 0.0, 1.0]  # the pool is still right
         print(f"{count} in {time.monotonic() - start:.0f} s, {grader.timeouts} timeouts")
-    with Grader(
-        timeout=60.0
-    ) as patient:  # on a busy machine they can be too few for a right answer
-        wrong = [
-            c for c in wrong if c.credit == 0.0 or patient.grade([c.completion], [c.gold]) == [0.0]
-        ]
+    # On a busy machine 5 seconds can be too few for a right answer.
+    with Grader(timeout=60.0) as patient:
+        again = patient.grade(
+            [c.completion for c in wrong], [c.gold for c in wrong], [PROBLEM] * len(wrong)
+        )
+    wrong = [c for c, got in zip(wrong, again, strict=True) if c.credit == 0.0 or got == 0.0]
     assert [ascii((c.kind, c.credit, c.gold, c.completion[-80:])) for c in wrong] == []
     credit = Counter(c.credit for c in made)
     assert credit[1.0] > 0.1 * count and credit[0.0] > 0.5 * count

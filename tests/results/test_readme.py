@@ -108,7 +108,8 @@ def test_the_readmes_reward_pays_where_the_column_is_a_whole_solution() -> None:
     texts = ["It is \\boxed{42}.", "It is \\boxed{41}.", "\\boxed{42 apples}", "#### 42"]
     columns = {"gold": [problem.answer] * 4, "answer": [problem.columns["answer"]] * 4}
     logged = {}
-    paid = function(prompts=[""] * 4, completions=texts, log_metric=logged.__setitem__, **columns)
+    prompts = ["How many apples are 6 * 7 apples?"] * 4
+    paid = function(prompts, completions=texts, log_metric=logged.__setitem__, **columns)
     length = [len(text) for text in texts]
     assert paid == [1 - length[0] / 1000, 0, 1 - length[2] / 1000, 0]  # as accuracy_reward
     assert logged == {"characters": sum(length) / 4}
