@@ -344,6 +344,7 @@ EMBEDDED_DEFAULTS = {  # used instead for the tiny policies in common/
 
 # === CREDIT ===
 import bisect
+import functools
 from typing import NamedTuple
 
 from common.metrics import control_weights
@@ -675,23 +676,34 @@ def reasoning_noise(
 def in_fp32(run: Run) -> Iterator[nn.Module]:
     """Yields the policy as a module that computes in fp32, whatever --dtype is.
 
-    NF4 weights become fp32 numbers here, and bf16 ones in a bf16 training forward: scores see them
-    without that last rounding.
+    Its weights are the training forward's, to the bit: with bf16, NF4 weights become bf16 numbers
+    first, which fp32 holds exactly.
     """
-    nf4_layers = [layer for layer in run.model.modules() if hasattr(layer, "compute_dtype")]
+    modules = list(run.model.modules())
+    bf16_layers = [m for m in modules if getattr(m, "compute_dtype", None) == torch.bfloat16]
     bf16_parameters = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
 
-    def compute_in(dtype: torch.dtype) -> None:
-        for layer in nf4_layers:
-            layer.compute_dtype = dtype
-        for parameter in bf16_parameters:  # bf16 to fp32 and back loses nothing
-            parameter.data = parameter.data.to(dtype)
-
     try:
-        compute_in(torch.float32)
+        for layer in bf16_layers:
+            layer.compute_dtype = torch.float32
+            layer.forward = functools.partial(checkpoint, nf4_in_fp32, layer, use_reentrant=False)
+        for parameter in bf16_parameters:
+            parameter.data = parameter.data.float()
         yield Policy(run.model, run.args.temperature)  # run.policy would autocast to bf16
     finally:
-        compute_in(getattr(torch, run.args.dtype))
+        for layer in bf16_layers:
+            layer.compute_dtype = torch.bfloat16
+            vars(layer).pop("forward", None)
+        for parameter in bf16_parameters:
+            parameter.data = parameter.data.bfloat16()
+
+
+def nf4_in_fp32(layer: Any, x: Tensor) -> Tensor:
+    """Returns the product of x and an NF4 layer's weight, which is rounded to bf16 first."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state).bfloat16()
+    return F.linear(x, weight.float(), layer.bias)
 
 
 # === END CREDIT ===
