@@ -344,9 +344,9 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
 
 def nf4_in_fp32(layer: Any, x: Tensor) -> Tensor:
     """Returns the product of x and an NF4 layer's weight, which is rounded to bf16 first."""
-    from bitsandbytes.functional import dequantize_4bit
+    from peft.utils.integrations import dequantize_bnb_weight
 
-    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state).bfloat16()
+    weight = dequantize_bnb_weight(layer.weight).bfloat16()
     return F.linear(x, weight.float(), layer.bias)
 
 
