@@ -313,6 +313,8 @@ EMBEDDED_DEFAULTS = {  # used instead for the tiny policies in common/
 
 
 # === CREDIT ===
+import functools
+
 from common.metrics import control_weights
 
 
@@ -320,23 +322,34 @@ from common.metrics import control_weights
 def in_fp32(run: Run) -> Iterator[nn.Module]:
     """Yields the policy as a module that computes in fp32, whatever --dtype is.
 
-    NF4 weights become fp32 numbers here, and bf16 ones in a bf16 training forward: scores see them
-    without that last rounding.
+    Its weights are the training forward's, to the bit: with bf16, NF4 weights become bf16 numbers
+    first, which fp32 holds exactly.
     """
-    nf4_layers = [layer for layer in run.model.modules() if hasattr(layer, "compute_dtype")]
+    modules = list(run.model.modules())
+    bf16_layers = [m for m in modules if getattr(m, "compute_dtype", None) == torch.bfloat16]
     bf16_parameters = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
 
-    def compute_in(dtype: torch.dtype) -> None:
-        for layer in nf4_layers:
-            layer.compute_dtype = dtype
-        for parameter in bf16_parameters:  # bf16 to fp32 and back loses nothing
-            parameter.data = parameter.data.to(dtype)
-
     try:
-        compute_in(torch.float32)
+        for layer in bf16_layers:
+            layer.compute_dtype = torch.float32
+            layer.forward = functools.partial(checkpoint, nf4_in_fp32, layer, use_reentrant=False)
+        for parameter in bf16_parameters:
+            parameter.data = parameter.data.float()
         yield Policy(run.model, run.args.temperature)  # run.policy would autocast to bf16
     finally:
-        compute_in(getattr(torch, run.args.dtype))
+        for layer in bf16_layers:
+            layer.compute_dtype = torch.bfloat16
+            vars(layer).pop("forward", None)
+        for parameter in bf16_parameters:
+            parameter.data = parameter.data.bfloat16()
+
+
+def nf4_in_fp32(layer: Any, x: Tensor) -> Tensor:
+    """Returns the product of x and an NF4 layer's weight, which is rounded to bf16 first."""
+    from peft.utils.integrations import dequantize_bnb_weight
+
+    weight = dequantize_bnb_weight(layer.weight).bfloat16()
+    return F.linear(x, weight.float(), layer.bias)
 
 
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
@@ -1278,23 +1291,43 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     return model
 
 
-def check_weights(base: nn.Module, name: str, loading: dict[str, Any]) -> None:
+def check_weights(base: transformers.PreTrainedModel, name: str, loading: dict[str, Any]) -> None:
     """Ends the run if the files of a model lack weights, or hold some that the model leaves out.
 
     The model class would fill in random numbers, or compute without them. Weights of whole modules
-    that it does not have, such as a vision tower, may be left out.
+    that it does not have, such as a vision tower, may be left out, but no layer of its own.
     """
     missing = sorted([*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])])
     if missing:
         fail(f"{name} lacks weights, or has them in other shapes: {', '.join(missing[:5])}")
-    modules = {module_name for module_name, _ in base.named_modules()}
+    modules = dict(base.named_modules())
+    modules.update(base.base_model.named_modules())  # some files name weights without the `model.`
     left_out = []
     for key in sorted(loading["unexpected_keys"]):
         parent = ".".join(key.split(".")[:-2])  # of "layers.0.attn.q_norm.weight": layers.0.attn
-        if parent and parent in modules:
+        if (parent and parent in modules) or is_extra_layer(base.config, modules, key):
             left_out.append(key)
     if left_out:
         fail(f"{name} has weights that {type(base).__name__} leaves out: {', '.join(left_out[:5])}")
+
+
+def is_extra_layer(
+    config: transformers.PretrainedConfig, modules: dict[str, nn.Module], key: str
+) -> bool:
+    """Whether a weight is of a layer beyond the last one of a stack that the model has.
+
+    Layers that predict further tokens may follow the stack. Only their own loss would use them.
+    """
+    names = key.split(".")
+    further_layers = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    for depth in range(1, len(names)):
+        stack = modules.get(".".join(names[:depth]))
+        number = names[depth]
+        if not isinstance(stack, nn.ModuleList) or not number.isdecimal():
+            continue
+        if int(number) >= len(stack) + further_layers:
+            return True
+    return False
 
 
 def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:

@@ -1324,23 +1324,43 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     return model
 
 
-def check_weights(base: nn.Module, name: str, loading: dict[str, Any]) -> None:
+def check_weights(base: transformers.PreTrainedModel, name: str, loading: dict[str, Any]) -> None:
     """Ends the run if the files of a model lack weights, or hold some that the model leaves out.
 
     The model class would fill in random numbers, or compute without them. Weights of whole modules
-    that it does not have, such as a vision tower, may be left out.
+    that it does not have, such as a vision tower, may be left out, but no layer of its own.
     """
     missing = sorted([*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])])
     if missing:
         fail(f"{name} lacks weights, or has them in other shapes: {', '.join(missing[:5])}")
-    modules = {module_name for module_name, _ in base.named_modules()}
+    modules = dict(base.named_modules())
+    modules.update(base.base_model.named_modules())  # some files name weights without the `model.`
     left_out = []
     for key in sorted(loading["unexpected_keys"]):
         parent = ".".join(key.split(".")[:-2])  # of "layers.0.attn.q_norm.weight": layers.0.attn
-        if parent and parent in modules:
+        if (parent and parent in modules) or is_extra_layer(base.config, modules, key):
             left_out.append(key)
     if left_out:
         fail(f"{name} has weights that {type(base).__name__} leaves out: {', '.join(left_out[:5])}")
+
+
+def is_extra_layer(
+    config: transformers.PretrainedConfig, modules: dict[str, nn.Module], key: str
+) -> bool:
+    """Whether a weight is of a layer beyond the last one of a stack that the model has.
+
+    Layers that predict further tokens may follow the stack. Only their own loss would use them.
+    """
+    names = key.split(".")
+    further_layers = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    for depth in range(1, len(names)):
+        stack = modules.get(".".join(names[:depth]))
+        number = names[depth]
+        if not isinstance(stack, nn.ModuleList) or not number.isdecimal():
+            continue
+        if int(number) >= len(stack) + further_layers:
+            return True
+    return False
 
 
 def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:

@@ -639,7 +639,8 @@ def worker(folder: Path, *job: object) -> Iterator[Callable[[str, int], Row]]:
     Yields ask(credit, repeat), which runs a step in it.
     """
     code = f"import random\n{inspect.getsource(RandomRewards)}{WORKER}"
-    command = [sys.executable, "-W", "ignore", "-c", code, json.dumps([str(folder), *job])]
+    # -P keeps the present folder, and with it this checkout's common/, off the other's path.
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code, json.dumps([str(folder), *job])]
     quiet = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     with subprocess.Popen(
         command,

@@ -3,6 +3,7 @@
     python tools/memory.py                                     # which model fits which card
     python tools/memory.py --shape 8B --completions 8 --prompt_tokens 512 \\
         --completion_tokens 1024 --micro_batch 8 -- --lora_r 64    # flags after `--`: the script's
+    python tools/memory.py --shape 8B -- --per_device_rollout_batch_size 16   # sampled in parts
 
 The script's own functions run on fake tensors, which have shapes but no data. The bytes of all
 tensors alive are added up at every operation: NF4 base, adapter, AdamW, KV cache, activations,
@@ -201,7 +202,7 @@ def phases(
         memory.phase()
         found["weights"] = memory.live / GIB
         with torch.no_grad(), autocast:
-            found["rollout"], captured = rollout_peaks(policy, memory, options)
+            found["rollout"], captured = rollout_peaks(args, policy, memory, options)
         memory.phase()
 
         micro = made_up_batch(options)
@@ -220,18 +221,22 @@ def phases(
 
 
 def rollout_peaks(
-    policy: trainer.Policy, memory: LiveBytes, options: argparse.Namespace
+    args: trainer.Args, policy: trainer.Policy, memory: LiveBytes, options: argparse.Namespace
 ) -> tuple[float, float]:
     """Returns the peaks of a rollout whose steps are run eagerly, and of one that is captured.
 
-    What a captured step uses is reserved for it alone.
+    What a captured step uses is reserved for it alone. Of a rollout in parts, the first part is
+    run: none is larger.
     """
+    completions = options.completions
+    if args.per_device_rollout_batch_size > 0:
+        completions = min(completions, args.per_device_rollout_batch_size)
     is_dense = options.rollout_weights == "dense"
     weights = trainer.dense(policy.model) if is_dense else contextlib.nullcontext()
     with weights:
         base = policy.eval().model.get_base_model()
-        uniforms = torch.rand(options.completions, options.completion_tokens)
-        prompts = [[0] * options.prompt_tokens] * options.completions
+        uniforms = torch.rand(completions, options.completion_tokens)
+        prompts = [[0] * options.prompt_tokens] * completions
         decoder = trainer.Decoder(base, prompts, uniforms, (1.0, 0, 1.0))
         started = memory.phase()
         before = memory.live / GIB
@@ -267,7 +272,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     kinds = ["quantized", "dense"]
     add("--rollout_weights", nargs="+", choices=kinds, default=kinds)
-    add("--completions", type=int, default=64, help="of a rollout, all sampled at once")
+    add("--completions", type=int, default=64, help="of a rollout")
     add("--micro_batch", type=int, default=16, help="completions of a micro-batch")
     add("--prompt_tokens", type=int, default=128)
     add("--completion_tokens", type=int, default=256)

@@ -106,6 +106,25 @@ def test_another_checkout_runs_in_turn_by_its_own_bench(tmp_path, monkeypatch, c
         assert [float(cell.split()[0]) for cell in cells[5:]] == [6 * scale, 3 * scale]
 
 
+def test_another_checkout_has_its_own_common_wherever_the_bench_is_started(tmp_path, monkeypatch):
+    """Older ones have a common/ without an __init__.py. Python prefers one with it, and that of
+    the present folder would be found."""
+    here = tmp_path / "here"
+    there = tmp_path / "there"
+    for folder in (here, there):
+        (folder / "common").mkdir(parents=True)
+        (folder / "common/data.py").write_text(f"NAME = '{folder.name}'")
+    (here / "common/__init__.py").touch()
+    (there / "tests").mkdir()
+    code = "import sys\nsys.path.insert(0, r'{there}')\nfrom common.data import NAME\n"
+    code += "def parse_options(argv): sys.modules['grpo_arca'] = sys\n"
+    code += "def prepare(*_): return None\ndef step(*_): return {'name': NAME}\n"
+    (there / "tests/bench.py").write_text(code.replace("{there}", str(there)))
+    monkeypatch.chdir(here)
+    with bench.worker(there / "tests", "grpo_arca", [], [], 0.0) as ask:
+        assert ask("arca", 0) == {"name": "there"}
+
+
 GRADING_BENCH = """
 from collections import namedtuple
 from types import SimpleNamespace

@@ -1,6 +1,7 @@
 """`memory.py` against real tensors, sums by hand, and a peak that was measured on a GPU."""
 
 import argparse
+from unittest import mock
 
 import memory
 import pytest
@@ -61,6 +62,37 @@ def test_weights_and_cache_are_what_they_are_by_hand(name):
     assert dense["rollout"] - quantized["rollout"] == pytest.approx(more, rel=0.1, abs=0.2)
     for phase in ("weights", "score", "update"):
         assert dense[phase] == quantized[phase]
+
+
+@pytest.mark.parametrize(("part_size", "size"), [(5, 5), (16, 16), (64, 16), (0, 16)])
+def test_a_part_of_a_rollout_is_decoded_at_once(monkeypatch, part_size, size):
+    """Of 16 completions. Without parts, or in parts that are larger, that is the whole rollout."""
+    decoded = []
+
+    class Decoder:
+        def __init__(self, model, prompts, uniforms, sampling):
+            decoded.append((len(prompts), *uniforms.shape))
+
+        def step(self):
+            pass
+
+    monkeypatch.setattr(memory.trainer, "Decoder", Decoder)
+    args = memory.trainer.parse_args(["--per_device_rollout_batch_size", str(part_size)])
+    memory.rollout_peaks(args, mock.MagicMock(), memory.LiveBytes(), asked(completions=16))
+    assert decoded == [(size, size, 256)]
+
+
+@pytest.mark.slow
+def test_a_rollout_in_parts_takes_what_its_first_part_takes():
+    """And all that is not the rollout takes the same."""
+    config = AutoConfig.from_pretrained(TINY)
+    step = {"micro_batch": 2, "prompt_tokens": 20, "completion_tokens": 30}
+    flags = ["--per_device_rollout_batch_size", "2"]
+    in_parts = memory.count(config, asked(**step, completions=16, flags=flags), fake=False)
+    part = memory.count(config, asked(**step, completions=2, flags=[]), fake=False)
+    whole = memory.count(config, asked(**step, completions=16, flags=[]), fake=False)
+    assert in_parts == pytest.approx(part, rel=1e-6)
+    assert in_parts["rollout"] < 0.9 * whole["rollout"]
 
 
 @pytest.mark.slow  # all layers: minutes where the machine is slow

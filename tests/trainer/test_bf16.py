@@ -42,6 +42,29 @@ def test_the_policy_that_samples_is_the_one_that_is_trained(make_run, weights):
         assert next(rounding) * 1.2 > next(rounding) and exact.abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("module", [grpo_arca, grpo_oar])
+def test_scores_in_fp32_see_the_weights_that_are_trained(make_run, module):
+    """A forward pass on the unit vectors gives the weights themselves, exactly. Gradients see the
+    same ones, and the layers are as before afterwards."""
+    run = make_run(module, dtype="bfloat16")
+    layers = [x for x in run.model.modules() if hasattr(x, "compute_dtype")]
+
+    def weights(dtype):
+        found = []
+        for layer in layers:
+            units = torch.eye(layer.in_features, dtype=dtype, requires_grad=True)
+            output = layer(units)
+            (gradient,) = torch.autograd.grad(output.trace(), units)
+            found += [output.detach().float(), gradient.float()]
+        return found
+
+    trained = weights(torch.bfloat16)
+    with module.in_fp32(run):
+        scored = weights(torch.float32)
+    assert len(trained) == 56 and all(map(torch.equal, trained, scored))
+    assert not any("forward" in vars(layer) for layer in layers)
+
+
 def test_a_rollouts_log_probs_are_near_the_recomputed_ones(make_run):
     """Rounding in bf16 depends on the shape of the batch, so the two differ. `sampling_gap` says by
     how much (in fp32 it is 1e-7)."""

@@ -205,6 +205,11 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     save_file(weights, path, metadata={"format": "pt"})
 
 
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def rename_a_layer(weights):
     for name in [name for name in weights if ".layers.1." in name]:
         weights[name.replace(".layers.", ".layer.")] = weights.pop(name)
@@ -266,6 +271,43 @@ def test_weights_that_the_class_leaves_out_are_refused_by_name(tmp_path, capsys)
     sentence = refused(capsys, check, folder)
     assert "LlamaForCausalLM leaves out" in sentence
     assert "model.layers.0.self_attn.k_norm.weight" in sentence
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.parametrize("number", [2, 11])
+def test_layers_beyond_those_of_the_configuration_are_refused(copied, capsys, prefix, number):
+    """The model would compute without them. Some files name weights without the `model.`."""
+
+    def add_a_layer(weights):
+        for name in [name for name in weights if ".layers.1." in name]:
+            weights[name.replace(".layers.1.", f".layers.{number}.")] = weights[name].clone()
+        if prefix == "":
+            for name in [name for name in weights if name.startswith("model.")]:
+                weights[name.removeprefix("model.")] = weights.pop(name)
+            del weights["lm_head.weight"]
+            edit_config(copied, tie_word_embeddings=True)
+
+    change_weights(copied, add_a_layer)
+    sentence = refused(capsys, check, copied)
+    assert "LlamaForCausalLM leaves out" in sentence
+    assert f"{prefix}layers.{number}.input_layernorm.weight" in sentence
+
+
+def test_layers_that_predict_further_tokens_may_be_left_out(copied, capsys):
+    """As DeepSeek-V3's, which are counted apart. One more than that count is refused."""
+
+    def add_layers(*numbers):
+        def add(weights):
+            for number in numbers:
+                weights[f"model.layers.{number}.eh_proj.weight"] = torch.zeros(2, 2)
+
+        return add
+
+    edit_config(copied, num_nextn_predict_layers=2)
+    change_weights(copied, add_layers(2, 3))
+    check(copied)
+    change_weights(copied, add_layers(4))
+    assert "model.layers.4.eh_proj.weight" in refused(capsys, check, copied)
 
 
 def test_a_tied_head_is_not_missing(tmp_path):
