@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -9,7 +10,8 @@ import sys
 
 import pytest
 import torch
-from support import ROOT
+from accelerate.state import AcceleratorState
+from support import ROOT, TINY_RUN, command_line
 
 import grpo_arca as trainer
 from common.data import encode_prompt, parse_rows
@@ -17,7 +19,7 @@ from common.problems import Problem
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
-REWARD, METHOD, RLSD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+REWARD, METHOD, RLSD, NOTEBOOK = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def launches() -> list[list[str]]:
@@ -78,6 +80,20 @@ def test_the_readmes_data_file_can_be_trained_on(tmp_path, run_main, rows_of, mo
     ended, _, err = run_main(dataset_name=str(data), **columns, **flags)
     assert ended == 0, err
     assert len(rows_of()) == 1
+
+
+def test_a_run_in_a_notebook_is_that_of_the_command_line(run_main, rows_of, tmp_path) -> None:
+    """Each has its folder. `run_main` has made this process ready for a run."""
+    assert run_main()[0] == 0
+    expected = rows_of()
+    AcceleratorState._reset_state()
+    words = json.dumps([*command_line(TINY_RUN), "--output_dir", str(tmp_path / "notebook")])
+    code, count = re.subn(r"parse_args\(.*\)", f"parse_args({words})", NOTEBOOK)
+    assert count == 1
+    exec(code, {})
+    lines = (tmp_path / "notebook/metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "reward" in row]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 
 
 # ---- The reward function -------------------------------------------------------------------------
