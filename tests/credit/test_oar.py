@@ -1,5 +1,6 @@
 """OAR against a reference that follows the paper row by row: whole forwards, no cache, no batch."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from peft.utils.integrations import dequantize_bnb_weight
 from support import TINY, random_batch, unscored
 from transformers import AutoTokenizer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -89,10 +91,18 @@ def reference_answer(run, rows, answer, mode):
 
 
 def as_fp32(run):
-    """The run, with its weights as they are, to compute in fp32 from now on."""
+    """Returns the run, to compute in fp32 from now on with the weights that it trains with.
+
+    In bf16, those of NF4 layers are rounded to bf16.
+    """
+    is_bf16 = run.args.dtype == "bfloat16"
     for layer in run.model.float().modules():
-        if hasattr(layer, "compute_dtype"):
-            layer.compute_dtype = torch.float32
+        if not hasattr(layer, "compute_dtype"):
+            continue
+        layer.compute_dtype = torch.float32
+        if is_bf16:
+            weight = dequantize_bnb_weight(layer.weight).bfloat16().float()
+            layer.forward = functools.partial(F.linear, weight=weight, bias=layer.bias)
     return run
 
 
