@@ -23,6 +23,8 @@ from transformers import AutoTokenizer
 import common.report
 import grpo_arca as trainer
 
+TRIAL_STEP = trainer.trial_step
+
 
 @pytest.fixture(scope="session")
 def make_run():
@@ -48,12 +50,14 @@ def run_main(monkeypatch, tmp_path, capfd):
     """run_main(max_steps=4, ...) -> (exit code, stdout, stderr) of grpo_arca.py, in this process.
 
     Its files are in tmp_path/out. The curves, which take a second and are tested elsewhere, are not
-    drawn, and the embedded task is read once.
+    drawn, and the embedded task is read once. Nor is there a step on trial before the first one,
+    which takes a third of the time; the fixture `step_on_trial` brings it back.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.report, "write_curves", lambda *_: None)
     monkeypatch.setattr(trainer, "load_data", load_data_once)
+    monkeypatch.setattr(trainer, "trial_step", no_step_on_trial)
 
     def start(**flags) -> tuple[int, str, str]:
         argv = command_line(TINY_RUN | {"output_dir": "out"} | flags)
@@ -69,6 +73,16 @@ def run_main(monkeypatch, tmp_path, capfd):
     yield start
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def no_step_on_trial(*_) -> float:
+    return 0.0
+
+
+@pytest.fixture
+def step_on_trial(run_main, monkeypatch) -> None:
+    """Lets runs of `run_main` begin with the trainer's own step on trial."""
+    monkeypatch.setattr(trainer, "trial_step", TRIAL_STEP)
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_a_mistake_in_ones_own_credit_method_shows_its_stack(run_main, monkeypat
         (lambda _, micro, __: -1 - micro.entropy, "assign_credit made weights below 0 or NaN"),
     ],
 )
-def test_impossible_credit_is_a_sentence(run_main, monkeypatch, scores, sentence):
+def test_impossible_credit_is_a_sentence(run_main, step_on_trial, monkeypatch, scores, sentence):
     monkeypatch.setattr(trainer, "token_scores", scores)
     code, _, err = run_main(credit="arca")
     assert code == 2 and sentence in error_line(err)
@@ -156,7 +156,7 @@ def test_another_runtime_error_is_not_taken_for_that(run_main, monkeypatch):
 
 
 @pytest.mark.parametrize("function", ["load_policy", "sample"])
-def test_out_of_memory_before_the_first_step(run_main, monkeypatch, function):
+def test_out_of_memory_before_the_first_step(run_main, step_on_trial, monkeypatch, function):
     """`sample` runs in `check_model`, which must not take this for a fault of the model."""
 
     def fill_memory(*_, **__):

@@ -1,5 +1,7 @@
 """What a run says while it goes well, and what it advises where it learns nothing."""
 
+import pytest
+
 
 def test_the_first_lines_say_what_is_trained_on_what(run_main):
     """And that most completions are cut off, once."""
@@ -19,6 +21,7 @@ def test_evaluations_show_how_far_they_are(run_main):
     assert "greedy: " in err and "sampled: " in err
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_pays_nothing_is_shown_with_a_completion(run_main, tmp_path):
     function = "def pays(completions, **_):\n    return [0.0] * len(completions)\n"
     (tmp_path / "nothing.py").write_text(function)

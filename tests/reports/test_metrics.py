@@ -1109,7 +1109,7 @@ def test_the_cards_code_loads_what_was_trained(tmp_path, make_run, in_4_bits):
 
 
 @pytest.mark.usefixtures("plain_nf4")
-@pytest.mark.parametrize("has_template", [True, False])
+@pytest.mark.parametrize("has_template", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_cards_code_answers_as_the_runs_last_evaluation(
     run_main, tmp_path, capfd, monkeypatch, has_template
 ):
@@ -1141,7 +1141,12 @@ def keys_on_the_page(script: str) -> set[str]:
     return set(keys)
 
 
-@pytest.mark.parametrize("script", ["grpo_arca", "grpo_oar", "grpo_strace"])
+OTHER_SCRIPTS = ("grpo_oar", "grpo_strace")
+
+
+@pytest.mark.parametrize(
+    "script", ["grpo_arca", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_SCRIPTS)]
+)
 def test_metrics_md_names_what_a_script_logs_and_nothing_else(
     run_main, monkeypatch, tmp_path, script
 ):

@@ -279,6 +279,7 @@ def prove(tmp_path, monkeypatch, capsys):
     return start
 
 
+@pytest.mark.slow
 def test_what_fails_ends_alone_and_is_done_again_and_what_is_done_is_not(prove, tmp_path):
     code, did, report = prove()
     assert code == 1 and did == ["good", "bad", "long", "last"]

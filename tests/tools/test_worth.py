@@ -228,6 +228,7 @@ def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
     assert "LoRA on nope" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_squared_gradients_are_those_of_each_completion_alone(adapter):
     run, data = worth.prepare(SMALL, str(adapter))
     run.rollout = 5

@@ -181,7 +181,7 @@ def test_a_fault_of_the_models_own_code_is_a_sentence(fork_script, llama, capsys
 
 
 def test_a_reward_function_that_raises_is_found_before_the_first_evaluation(
-    run_main, monkeypatch, tmp_path
+    run_main, step_on_trial, monkeypatch, tmp_path
 ):
     def evaluate(*_):
         raise AssertionError("an evaluation came first")

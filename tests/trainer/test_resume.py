@@ -35,7 +35,7 @@ SHORT = (
 SHORT |= {"num_iterations": 1, "steps_per_generation": 1, "max_completion_length": 80}
 
 
-def test_a_run_resumed_in_the_middle_is_the_same_run(run_main, tmp_path):
+def test_a_run_resumed_in_the_middle_is_the_same_run(run_main, step_on_trial, tmp_path):
     """As after a kill in step 3: the checkpoint of step 2, and what was logged until then."""
     assert run_main(**SHORT)[0] == 0
     whole, out = outcome(tmp_path), tmp_path / "out"
@@ -54,6 +54,7 @@ def test_a_run_resumed_in_the_middle_is_the_same_run(run_main, tmp_path):
     assert code == 2 and "checkpoint-3 exists: add" in error_line(err)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_from_its_last_checkpoint(run_main, rows_of, tmp_path):
     """Which is written at the end, whatever --save_steps; before it there is none to go on from."""
     flags = SHORT | {"max_steps": 2, "save_steps": 500}

@@ -65,6 +65,7 @@ def test_another_task_is_refused_and_the_folder_stays_as_it_is(run_main, few_pro
         assert contents(out) == before, change
 
 
+@pytest.mark.slow
 def test_the_same_task_goes_on_for_more_steps(run_main, rows_of, tmp_path):
     assert run_main(**FLAGS)[0] == 0
     first = rows_of()

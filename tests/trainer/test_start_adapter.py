@@ -262,7 +262,7 @@ def test_a_run_is_resumed_to_the_bit_and_names_its_base(run_main, tmp_path, adap
     assert (out / "adapter" / WEIGHTS).read_bytes() == weights
 
 
-def test_a_runs_own_adapter_is_a_start(run_main, tmp_path):
+def test_a_runs_own_adapter_is_a_start(run_main, step_on_trial, tmp_path):
     """A curriculum is two commands: the second begins where the first ended."""
     flags = {"max_steps": 2, "learning_rate": 0.02, "max_completion_length": 80}
     flags |= {"max_eval_samples": 8, "num_generations_eval": 2}
@@ -284,6 +284,7 @@ def test_a_runs_own_adapter_is_a_start(run_main, tmp_path):
     assert texts[0][half:] == texts[1] != texts[0][:half]
 
 
+@pytest.mark.slow
 def test_resuming_from_another_start_is_refused(run_main, tmp_path, adapter, copied, variety):
     """The reference of --beta would be another one; and a new adapter has none."""
     weights = load_file(copied / WEIGHTS)
