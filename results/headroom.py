@@ -427,7 +427,7 @@ def draw_methods(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: P
             panel.plot(mean, place, "D", color=color, markersize=8, markeredgecolor="white")
         panel.axvline(0, color="black", linewidth=1)
         panel.set_title(f"{title}, over GRPO's", loc="left")
-        panel.set_xlabel("sampled accuracy; dots: seeds; bars: 95% intervals of the mean")
+        panel.set_xlabel("sampled accuracy")
     labels = [f"{row['method']}, rate {row['rate']}" for row in shown]
     panels[0].set_yticks(range(len(shown)), labels)
     panels[0].set_ylim(len(shown) - 0.5, -0.5)

@@ -76,3 +76,36 @@ def test_the_page_has_the_numbers_of_the_tables():
     ]
     for row in study.read_csv(DATA / "untrained.csv"):
         assert " | ".join(f"{float(x):g}" for x in row.values()) in rows
+
+
+def test_the_sentences_have_the_numbers_of_the_table():
+    rows = {row["method"]: row for row in study.read_csv(DATA / "table.csv") if is_at_rate(row)}
+    shares = []
+    for method in ("least variance", "right answers only"):
+        limits = [float(rows[method][name]) for name in ("share", "share_low", "share_high")]
+        assert limits[2] < study.BAR or method != "least variance"  # the control is found
+        shares.append("{:.2f} ({:.2f} to {:.2f})".format(*limits))
+    heights = []
+    for method in ("right answers only", "ARCA", "OAR-G", "S-trace"):
+        limits = [float(rows[method][name]) for name in ("area_more", "area_low", "area_high")]
+        assert (limits[1] > 0 or limits[2] < 0) == (method == "right answers only")
+        heights.append("{:+.3f} ({:+.3f} to {:+.3f})".format(*limits))
+    sentences = {"results/HEADROOM.md": shares + heights, "README.md": shares}
+    for page, numbers in (sentences | {"results/README.md": shares}).items():
+        words = " ".join((ROOT / page).read_text().split())
+        assert [number for number in numbers if number not in words] == [], page
+
+
+def is_at_rate(row: dict[str, str]) -> bool:
+    return row["rate"] == study.RATE
+
+
+def test_the_sign_test_of_the_page():
+    """Eight leads of eight have p = 2 / 2^8, and Holm multiplies the smallest of five p by five."""
+    runs = study.read_csv(DATA / "runs.csv")
+    for method in ("least variance", "right answers only"):
+        leads = study.seed_differences(runs, method, study.RATE)["area"] > 0
+        assert leads.all() and len(leads) == 8
+    page = " ".join((ROOT / "results/HEADROOM.md").read_text().split())
+    p = 2 / 2**8
+    assert f"p is {p:.3f} for each, and {5 * p:.3f} after Holm's correction" in page

@@ -428,6 +428,13 @@ def ratios() -> list[str]:
     return [f"{words} | {rows[credit]} |" for credit, words in faithful.items()]
 
 
+def headroom_share(method: str) -> str:
+    """Returns the share of GRPO's rollouts that a method needs where the policy is wrong."""
+    row = find("headroom/table", method=method, rate="0.002")
+    share, low, high = (float(row[key]) for key in ("share", "share_low", "share_high"))
+    return f"{share:.2f} ({low:.2f} to {high:.2f})"
+
+
 def readme_sentences() -> list[str]:
     before, after = smollm2_accuracies()
     one, two = thread_seconds()
@@ -455,6 +462,8 @@ def readme_sentences() -> list[str]:
         f"{interval(shuffled, 'completions')}, so here it gains nothing that "
         f"{rlsd['batches']} batches can show.",
         f"a step took {one} seconds with one thread and {two} with two.",
+        f"reaches GRPO's end after {headroom_share('least variance')} of its rollouts",
+        f"Right answers only need {headroom_share('right answers only')}.",
     ]
 
 
@@ -525,6 +534,8 @@ def results_sentences() -> list[str]:
         f"OAR-G with OAR-P is {ranks[0]} before training and {ranks[1]} after.",
         f"a step took {one} seconds with one thread and {two} with two.",
         f"It is worth {interval(mine, 'adam')} to Adam",
+        f"reaches GRPO's end after {headroom_share('least variance')} of its rollouts",
+        f"and right answers only after {headroom_share('right answers only')}.",
     ]
 
 
