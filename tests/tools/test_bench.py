@@ -5,6 +5,7 @@ import json
 import bench
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from support import TINY, random_batch
 from transformers import AutoTokenizer
 
@@ -15,6 +16,7 @@ import grpo_oar
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [grpo_arca, grpo_oar], ids=lambda m: m.__name__)
 def test_shape_with_forced_lengths(module, tmp_path, monkeypatch):
+    AcceleratorState._reset_state()  # it would refuse another --dtype than the test's before
     monkeypatch.setitem(bench.SHAPES, "0.6B", bench.Shape(64, 64, 1, 8, True))
     monkeypatch.setattr(bench, "VOCABULARY", 8192)
     monkeypatch.setattr(module, "row_uniforms", module.row_uniforms)  # restored afterwards
