@@ -332,7 +332,7 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
     try:
         for layer in bf16_layers:
             layer.compute_dtype = torch.float32
-            layer.forward = functools.partial(checkpoint, nf4_in_fp32, layer, use_reentrant=False)
+            layer.forward = functools.partial(nf4_in_fp32, layer)
         for parameter in bf16_parameters:
             parameter.data = parameter.data.float()
         yield Policy(run.model, run.args.temperature)  # run.policy would autocast to bf16

@@ -17,6 +17,7 @@ one claim after the other; here all continuations are sampled together, which ta
 time. They are not counted in the run's tokens: this is a measuring stick, not a method.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch
-from step_values import Solution, read_rollout, read_solution, step_advantages
+from step_values import Solution, read_rollout, read_solution, step_advantages, train_with_credit
 from torch import Tensor
 
 import grpo_arca as trainer
@@ -91,35 +92,6 @@ def oracle_credit(
     return advantages
 
 
-def train_with_oracle(oracle: str, argv: list[str]) -> None:
-    """Runs grpo_arca.py with the credit of an oracle."""
-    sample_and_grade = trainer.collect
-
-    def collect(run: trainer.Run, train_set: trainer.ProblemSet, metrics: dict) -> trainer.Batch:
-        """Collects a rollout, and puts the signed advantages of its tokens into its credit."""
-        batch = sample_and_grade(run, train_set, metrics)
-        batch.credit = oracle_credit(oracle, run, train_set, batch)
-        group_rewards = batch.rewards.view(-1, run.args.num_generations)
-        is_constant = (group_rewards == group_rewards[:, :1]).all(1)
-        metrics["constant_groups"] = is_constant.float().mean().item()  # GRPO's zero_std_share
-        batch.advantages = torch.ones_like(batch.advantages)
-        return batch
-
-    def assign_credit(
-        run: trainer.Run, batch: trainer.Batch, micros: list[trainer.Batch], metrics: dict
-    ) -> None:
-        """Keeps the credit of `collect`. On the pages each token has the same weight."""
-        for micro in micros:
-            micro.weights = micro.mask.float()
-            if micro.credit is trainer.NOT_SET:  # in the check before the first rollout
-                micro.credit = micro.weights
-
-    trainer.collect = collect
-    trainer.assign_credit = assign_credit
-    sys.argv = [__file__, *argv, "--credit", "uniform"]  # its objective is A * credit, too
-    trainer.main()
-
-
 def main() -> None:
     words = sys.argv[1:]
     if "--oracle" not in words[:-1]:
@@ -129,7 +101,7 @@ def main() -> None:
     if oracle not in ORACLES:
         sys.exit(f"headroom_oracle.py: --oracle {oracle}: it must be one of {', '.join(ORACLES)}")
     del words[place : place + 2]
-    train_with_oracle(oracle, words)
+    train_with_credit(functools.partial(oracle_credit, oracle), words)
 
 
 if __name__ == "__main__":

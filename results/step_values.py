@@ -22,6 +22,7 @@ gradients of the same credit, and learning_curves.py trains with it.
 
 import math
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,18 +238,19 @@ def step_advantages(
 
 
 # ---- Training ------------------------------------------------------------------------------------
-def train_with_exact_credit(argv: list[str]) -> None:
-    """Runs grpo_arca.py with exact credit."""
-    whole = "--whole_steps" in argv
+def train_with_credit(
+    credit_of: Callable[[trainer.Run, trainer.ProblemSet, trainer.Batch], Tensor], argv: list[str]
+) -> None:
+    """Runs grpo_arca.py with signed advantages [B, T] that a function computes for each rollout."""
     sample_and_grade = trainer.collect
 
     def collect(run: trainer.Run, train_set: trainer.ProblemSet, metrics: dict) -> trainer.Batch:
         """Collects a rollout, and puts the signed advantages of its tokens into its credit."""
         batch = sample_and_grade(run, train_set, metrics)
-        solutions = read_rollout(run, batch)
-        values = step_values(run, train_set, batch, solutions, CONTINUATIONS)
-        size = run.args.num_generations
-        batch.credit = step_advantages(solutions, values, batch, size, whole)
+        batch.credit = credit_of(run, train_set, batch)
+        group_rewards = batch.rewards.view(-1, run.args.num_generations)
+        is_constant = (group_rewards == group_rewards[:, :1]).all(1)
+        metrics["constant_groups"] = is_constant.float().mean().item()  # GRPO's zero_std_share
         batch.advantages = torch.ones_like(batch.advantages)
         return batch
 
@@ -263,9 +265,23 @@ def train_with_exact_credit(argv: list[str]) -> None:
 
     trainer.collect = collect
     trainer.assign_credit = assign_credit
-    flags = [word for word in argv if word != "--whole_steps"]
-    sys.argv = [__file__, *flags, "--credit", "uniform"]  # its objective is A * credit, too
+    sys.argv = [sys.argv[0], *argv, "--credit", "uniform"]  # its objective is A * credit, too
     trainer.main()
+
+
+def train_with_exact_credit(argv: list[str]) -> None:
+    """Runs grpo_arca.py with exact credit."""
+    whole = "--whole_steps" in argv
+
+    def exact_credit(
+        run: trainer.Run, train_set: trainer.ProblemSet, batch: trainer.Batch
+    ) -> Tensor:
+        solutions = read_rollout(run, batch)
+        values = step_values(run, train_set, batch, solutions, CONTINUATIONS)
+        return step_advantages(solutions, values, batch, run.args.num_generations, whole)
+
+    flags = [word for word in argv if word != "--whole_steps"]
+    train_with_credit(exact_credit, flags)
 
 
 if __name__ == "__main__":
