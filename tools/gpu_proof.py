@@ -7,8 +7,8 @@
 Each part has processes of its own and a time limit: its seconds below, 1,920 in all, and what those
 before it left of theirs, but never more than ten minutes. A part that fails or takes too long ends
 alone. The next call does it again, but not a part that is done. <folder>/<part>/output.txt has all
-that it printed. After each part results/data/gpu_proof/gpu.json and the section "On a GPU" of
-results/README.md are written anew: measured, goal, whether it holds, and the card and the versions
+that it printed. After each part results/data/gpu_proof/gpu.json and the last section of
+results/COSTS.md are written anew: measured, goal, whether it holds, and the card and the versions
 that it was measured with. Without a GPU nothing holds: it is "skipped: no GPU", and both files are
 in <folder>.
 
@@ -456,18 +456,18 @@ def section(report: dict[str, Any]) -> str:
 
 
 def replace_section(text: str, new: str) -> str:
-    """Returns a README with what stands between its two marks replaced."""
+    """Returns a page with what stands between its two marks replaced."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        fail(f"results/README.md lacks the lines {BEGIN} and {END}, between which the table goes")
+        fail(f"results/COSTS.md lacks the lines {BEGIN} and {END}, between which the table goes")
     return f"{before}{BEGIN}\n{new}\n{END}{after}"
 
 
 def write_report(
     states: dict[str, dict], options: argparse.Namespace, machine: dict
 ) -> list[dict[str, Any]]:
-    """Writes gpu.json and the README's table, and returns the table's rows."""
+    """Writes gpu.json and the page's table, and returns the table's rows."""
     rows = []
     for part in PARTS:
         status = states[part.name]["status"]
@@ -478,13 +478,13 @@ def write_report(
     commits = ", ".join(sorted({state["commit"] for state in states.values()}))
     report = machine | {"commit": commits, "parts": brief, "rows": rows}
 
-    readme = (options.folder if options.small else ROOT / "results") / "README.md"
+    page = (options.folder if options.small else ROOT / "results") / "COSTS.md"
     data = options.folder if options.small else ROOT / "results/data/gpu_proof"
-    text = readme.read_text() if readme.exists() else f"{BEGIN}\n{END}\n"
+    text = page.read_text() if page.exists() else f"{BEGIN}\n{END}\n"
     text = replace_section(text, section(report))
     data.mkdir(parents=True, exist_ok=True)
     (data / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-    readme.write_text(text)
+    page.write_text(text)
     return rows
 
 

@@ -354,10 +354,8 @@ TABLES: dict[str, list[Callable[[], list[str]]]] = {
         right_only_rows,
         completions_rows,
         weight_rows,
-        step_rows,
-        trl_rows,
-        memory_rows,
     ],
+    "results/COSTS.md": [step_rows, trl_rows, memory_rows],
     "results/BF16.md": [precision_rows],
 }
 
@@ -467,6 +465,11 @@ def readme_sentences() -> list[str]:
     ]
 
 
+def costs_sentences() -> list[str]:
+    one, two = thread_seconds()
+    return [f"a step took {one} seconds with one thread and {two} with two."]
+
+
 def sweep_sentences() -> list[str]:
     found = {}
     for updates in ("1", "4"):
@@ -493,7 +496,6 @@ def results_sentences() -> list[str]:
     default = untrained("chains of 3 to 4 operations")
     before, _ = smollm2_accuracies()
     low, high = exact_interval(3, 4)
-    one, two = thread_seconds()
     null = find("worth/study_8_operations", method="other samples")
     probability = find("worth/study_8_operations", method="right alone, by probability")
     arca = find("worth/smollm2_middle", method="grpo_arca.py --credit arca")
@@ -532,7 +534,6 @@ def results_sentences() -> list[str]:
         f"with an AUROC of {auroc}. Its gradient",
         f"after 45 updates, it is worth {interval(late, 'adam')}.",
         f"OAR-G with OAR-P is {ranks[0]} before training and {ranks[1]} after.",
-        f"a step took {one} seconds with one thread and {two} with two.",
         f"It is worth {interval(mine, 'adam')} to Adam",
         f"reaches GRPO's end after {headroom_share('least variance')} of its rollouts",
         f"and right answers only after {headroom_share('right answers only')}.",
@@ -558,6 +559,7 @@ def precision_sentences() -> list[str]:
 SENTENCES: dict[str, Callable[[], list[str]]] = {
     "README.md": readme_sentences,
     "results/README.md": results_sentences,
+    "results/COSTS.md": costs_sentences,
     "results/BF16.md": precision_sentences,
 }
 SETTINGS = {  # numbers that describe what was done, and were not measured
@@ -565,8 +567,8 @@ SETTINGS = {  # numbers that describe what was done, and were not measured
     "results/README.md": [
         "95% confidence intervals",
         "torch 2.13.0",
-        "0.6 GiB for CUDA and 5% for fragmentation",
     ],
+    "results/COSTS.md": ["0.6 GiB for CUDA and 5% for fragmentation"],
     "results/BF16.md": ["0.003 times the size"],
 }
 

@@ -134,7 +134,7 @@ def test_without_trl_that_is_said_of_its_rows_alone(tmp_path):
     assert trl == {"uniform, rollout tokens/s over TRL's", "TRL, step over uniform's"}
 
 
-def test_the_readmes_section_is_replaced_and_nothing_else(capsys):
+def test_the_pages_section_is_replaced_and_nothing_else(capsys):
     text = f"# A\n\n{BEGIN}\nold\n{END}\n\n## B\n"
     once = gpu_proof.replace_section(text, "new | table")
     assert once == f"# A\n\n{BEGIN}\nnew | table\n{END}\n\n## B\n"
@@ -142,9 +142,9 @@ def test_the_readmes_section_is_replaced_and_nothing_else(capsys):
     for broken in ("# A\n", f"{END}\n{BEGIN}\n"):
         with pytest.raises(SystemExit):
             gpu_proof.replace_section(broken, "new")
-        assert capsys.readouterr().err.startswith("gpu_proof.py: error: results/README.md lacks")
-    readme = (ROOT / "results/README.md").read_text()
-    assert readme.count(BEGIN) == readme.count(END) == 1
+        assert capsys.readouterr().err.startswith("gpu_proof.py: error: results/COSTS.md lacks")
+    page = (ROOT / "results/COSTS.md").read_text()
+    assert page.count(BEGIN) == page.count(END) == 1
 
 
 def test_the_parts_take_half_an_hour_and_their_goals_can_be_read():
@@ -255,7 +255,7 @@ def test_a_run_is_killed_once_its_checkpoint_is_there_and_resumed(tmp_path, monk
 def prove(tmp_path, monkeypatch, capsys):
     """prove(*argv) -> (exit code, the parts it did, its last report)."""
     (tmp_path / "results").mkdir()
-    (tmp_path / "results/README.md").write_text(f"# A\n{BEGIN}\nNot run yet.\n{END}\n# B\n")
+    (tmp_path / "results/COSTS.md").write_text(f"# A\n{BEGIN}\nNot run yet.\n{END}\n# B\n")
     parts = [
         Part("good", 30, r"echo 9\ passed", ["tests that pass >= 1"]),
         Part("bad", 5, r"bash -c 'echo 1\ failed; exit 1'", ["tests that fail <= 0"]),
@@ -294,9 +294,9 @@ def test_what_fails_ends_alone_and_is_done_again_and_what_is_done_is_not(prove, 
         ("last", "holds"),
     ]
     assert report["card"] == "H200, 139 GiB" and report["versions"]["torch"] == "2.11"
-    readme = (tmp_path / "results/README.md").read_text()
-    assert readme.startswith(f"# A\n{BEGIN}\nCard: H200") and readme.endswith(f"{END}\n# B\n")
-    assert "| good | tests that pass | 9 | >= 1 | holds |" in readme
+    page = (tmp_path / "results/COSTS.md").read_text()
+    assert page.startswith(f"# A\n{BEGIN}\nCard: H200") and page.endswith(f"{END}\n# B\n")
+    assert "| good | tests that pass | 9 | >= 1 | holds |" in page
     assert "9 passed" in (tmp_path / "runs/gpu_proof/good/output.txt").read_text()
     assert prove()[1] == ["bad", "long"]
     assert prove("last", "bad")[1] == ["bad", "last"]
@@ -373,8 +373,8 @@ def test_card_and_versions_stand_beside_each_figure(prove, tmp_path):
         "2.13",
         "5.23",
     ]
-    readme = (tmp_path / "results/README.md").read_text()
-    assert "| good | tests that pass | 9 | >= 1 | holds | H200, 139 GiB | 2.13 | 5.23 |" in readme
+    page = (tmp_path / "results/COSTS.md").read_text()
+    assert "| good | tests that pass | 9 | >= 1 | holds | H200, 139 GiB | 2.13 | 5.23 |" in page
 
 
 def test_no_part_takes_more_than_ten_minutes(prove, monkeypatch):
@@ -396,7 +396,7 @@ def test_no_part_takes_more_than_ten_minutes(prove, monkeypatch):
 def test_a_part_of_each_kind_in_small_on_a_cpu(tmp_path):
     """A bench, a run that is killed, a profile, worth.py and one without its model: they end, the
     figures are found, nothing is called a pass and results/ is left alone. (All: ten minutes.)"""
-    watched = [ROOT / "results/README.md", ROOT / "results/data/gpu_proof/gpu.json"]
+    watched = [ROOT / "results/COSTS.md", ROOT / "results/data/gpu_proof/gpu.json"]
     before = [path.stat().st_mtime_ns if path.exists() else 0 for path in watched]
     folder, parts = tmp_path / "a b", ("strace", "kill", "profile", "worth", "smollm2")
     command = [sys.executable, ROOT / "tools/gpu_proof.py", "--small", "--folder", folder, *parts]
