@@ -11,8 +11,11 @@ completions, one update each. Before any credit method is tried, oracles that kn
 worth (headroom_oracle.py) must learn clearly faster than GRPO.
 
 Then credit methods are compared on it: each on all SEEDS at RATE, and at two other rates. The
-oracles have RATE alone. RATE had GRPO's highest mean reward in training on seed 1. Data order and
-the random numbers of a seed are the same for all methods, so runs are paired by seed.
+oracles and the VARIANTS have RATE alone. RATE had GRPO's highest mean reward in training on seed 1.
+What takes four updates of a rollout has half of it. Differences are to GRPO at RATE with as many
+updates. Data order and the random numbers of a seed are the same for all methods, so runs are
+paired by seed. A run whose lines are in the published runs.csv is not made again: remove its lines
+there to make it anew.
 
 It writes to results/data/headroom/: untrained.csv, the policy before training; runs.csv, a line for
 each run and evaluation; table.csv, a line for each method and rate; control.png and methods.png.
@@ -51,7 +54,31 @@ ORACLES = {
     "step values": ["results/headroom_oracle.py", "--oracle", "step_values"],
     "step values, right answers only": ["results/headroom_oracle.py", "--oracle", "right_only"],
 }
-COMMANDS = METHODS | ORACLES
+GRPO_WITH_KL = "GRPO, its KL logged"
+ARCA_LATER = "ARCA after 10 rollouts of GRPO"
+VARIANTS = {
+    "S-trace, lambda 0.5": [*METHODS["S-trace"], "--trace_lambda", "0.5"],
+    "S-trace, normalized": [*METHODS["S-trace"], "--trace_normalize", "True"],
+    # A beta that is too small to matter makes the script log the KL divergence.
+    GRPO_WITH_KL: [
+        *METHODS[GRPO],
+        "--beta",
+        "1e-9",
+        "--save_steps",
+        "10",
+        "--save_total_limit",
+        "10",
+    ],
+    ARCA_LATER: METHODS["ARCA"],
+}
+GRPO_FOUR = "GRPO, four updates"
+FOUR_UPDATES = {
+    GRPO_FOUR: METHODS[GRPO],
+    "right answers only, four updates": METHODS["right answers only"],
+    "ARCA, four updates": METHODS["ARCA"],
+    "S-trace, four updates": METHODS["S-trace"],
+}
+COMMANDS = METHODS | ORACLES | VARIANTS | FOUR_UPDATES
 COLORS = {
     GRPO: "black",
     "right answers only": "#E69F00",
@@ -61,15 +88,24 @@ COLORS = {
     "least variance": "#CC79A7",
     "step values": "#56B4E9",
     "step values, right answers only": "#888888",
+    "S-trace, lambda 0.5": "#009E73",
+    "S-trace, normalized": "#009E73",
+    GRPO_WITH_KL: "black",
+    ARCA_LATER: "#0072B2",
+    GRPO_FOUR: "black",
+    "right answers only, four updates": "#E69F00",
+    "ARCA, four updates": "#0072B2",
+    "S-trace, four updates": "#009E73",
 }
 RATE = "0.002"
 OTHER_RATES = ("0.001", "0.004")
+RATE_FOUR_UPDATES = "0.001"
 SEEDS = (1, 2, 3, 4, 5, 6, 7, 8)
 FEWEST_SEEDS = 3  # for an interval in the figure and on the page
 ROLLOUTS = 50
-ROLLOUTS_PER_EVALUATION = 10
+EVERY = 10  # rollouts between evaluations
 BAR = 0.8  # the control is found if the interval of the share of GRPO's rollouts is below it
-TRAINING_FLAGS = {
+TRAINING_FLAGS: dict[str, Any] = {
     "model_name_or_path": POLICY,
     "dataset_config": 8,
     "max_completion_length": 170,
@@ -78,7 +114,7 @@ TRAINING_FLAGS = {
     "gradient_accumulation_steps": 1,
     "max_steps": ROLLOUTS,
     "warmup_steps": 3,
-    "eval_steps": ROLLOUTS_PER_EVALUATION,
+    "eval_steps": EVERY,
     "max_eval_samples": 60,
     "num_generations_eval": 4,
     "per_device_eval_batch_size": 240,
@@ -100,6 +136,15 @@ class Run:
         name = self.method.replace(" ", "_").replace(",", "")
         return RUNS / f"{name}-{self.rate}-{self.seed}"
 
+    @property
+    def updates_per_rollout(self) -> int:
+        return 4 if self.method in FOUR_UPDATES else 1
+
+    @property
+    def beginning(self) -> "Run":
+        """The run whose first rollouts it shares, if it goes on from another run's checkpoint."""
+        return Run(GRPO_WITH_KL, self.rate, self.seed)
+
     def command(self) -> list[str]:
         """Returns the command line that trains it, or goes on with it."""
         flags = TRAINING_FLAGS | {
@@ -107,26 +152,53 @@ class Run:
             "seed": self.seed,
             "output_dir": self.folder,
         }
+        if self.method == ARCA_LATER and not list(self.folder.glob("checkpoint-*")):
+            flags["resume_from_checkpoint"] = self.beginning.folder / f"checkpoint-{EVERY}"
+        if self.updates_per_rollout > 1:
+            flags["steps_per_generation"] = self.updates_per_rollout
+            flags["per_device_train_batch_size"] //= self.updates_per_rollout
+            for name in ("max_steps", "eval_steps", "warmup_steps"):
+                flags[name] *= self.updates_per_rollout
         script, *own = COMMANDS[self.method]
         shared = [f"--{name}={value}" for name, value in flags.items()]
         return [sys.executable, str(ROOT / script), *own, *shared]
 
+    def published_lines(self) -> list[dict[str, str]]:
+        """Returns its lines of the published runs.csv."""
+        key = (self.method, self.rate, str(self.seed))
+        published = published_runs()
+        lines = [row for row in published if (row["method"], row["rate"], row["seed"]) == key]
+        return [line | {"kl": line.get("kl", "")} for line in lines]  # the first ones lack it
+
     def is_done(self) -> bool:
-        return (self.folder / "summary.json").exists()
+        """Returns whether it is complete, in its folder or in the published table."""
+        published = any(row["rollout"] == str(ROLLOUTS) for row in self.published_lines())
+        return published or (self.folder / "summary.json").exists()
 
     def has_reached_bar(self) -> bool:
         """Returns whether it has been evaluated at the bar, and so tells something of the share."""
         if not (self.folder / "metrics.jsonl").exists():
             return False
-        return any(row["step"] >= BAR * ROLLOUTS and "eval" in row for row in self.rows())
+        least = BAR * ROLLOUTS * self.updates_per_rollout
+        return any(row["step"] >= least and "eval" in row for row in self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the lines of its metrics: updates, and evaluations with the key `eval`."""
-        return read_metrics(self.folder)
+        rows = read_metrics(self.folder)
+        if self.method == ARCA_LATER:
+            first = [row for row in self.beginning.rows() if row["step"] <= EVERY]
+            rows = first + [row for row in rows if row["step"] > EVERY]
+        return rows
 
     def updates(self) -> list[dict[str, Any]]:
         """Returns the lines of its updates."""
         return [row for row in self.rows() if "reward" in row]
+
+
+def published_runs() -> list[dict[str, str]]:
+    """Returns the lines of the published runs.csv, none if there is no such file."""
+    path = DATA / "runs.csv"
+    return read_csv(path) if path.exists() else []
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -165,6 +237,11 @@ def planned_runs() -> list[Run]:
     runs = [Run(method, RATE, seed) for seed in SEEDS for method in first]
     for seed in SEEDS:
         runs += [Run(method, rate, seed) for rate in OTHER_RATES for method in METHODS]
+    for seed in SEEDS:
+        runs += [Run(method, RATE, seed) for method in VARIANTS]
+    for seed in SEEDS:
+        runs += [Run(method, RATE_FOUR_UPDATES, seed) for method in FOUR_UPDATES]
+    for seed in SEEDS:
         runs += [Run(method, RATE, seed) for method in ORACLES if method not in first]
     return runs
 
@@ -204,9 +281,12 @@ def evaluate_untrained() -> list[dict[str, Any]]:
 
 # ---- Tables --------------------------------------------------------------------------------------
 def evaluation_rows(run: Run) -> list[dict[str, Any]]:
-    """Returns a line for each evaluation. Reward, entropy, the share of groups whose rewards are
-    all equal and the gradient's norm are means over the rollouts since the evaluation before."""
-    lines = []
+    """Returns a line for each evaluation of a run in its folder.
+
+    Reward, entropy, the share of groups whose rewards are all equal, the gradient's norm and the KL
+    divergence are means over the rollouts since the evaluation before.
+    """
+    lines: list[dict[str, Any]] = []
     since: list[dict[str, Any]] = []
     for row in run.rows():
         if "reward" in row:
@@ -216,7 +296,7 @@ def evaluation_rows(run: Run) -> list[dict[str, Any]]:
                 "method": run.method,
                 "rate": run.rate,
                 "seed": run.seed,
-                "rollout": row["step"],
+                "rollout": row["step"] // run.updates_per_rollout,
                 "sampled": row["eval"]["sampled_accuracy"],
                 "greedy": row["eval"]["greedy_accuracy"],
                 "pass_at_4": row["eval"]["pass@4"],
@@ -226,6 +306,8 @@ def evaluation_rows(run: Run) -> list[dict[str, Any]]:
                 own = "constant_groups" if name == "zero_std_share" else name
                 values = [update.get(own, update[name]) for update in since]
                 line[name] = np.mean(values) if values else ""
+            divergences = [update["kl"] for update in since if "kl" in update]
+            line["kl"] = np.mean(divergences) if divergences else ""
             lines.append(line)
             since = []
     return lines
@@ -269,10 +351,17 @@ def area(curves: np.ndarray) -> np.ndarray:
     return (curves[:, 1:] + curves[:, :-1]).mean(1) / 2
 
 
+def reference_curves(runs: list[dict[str, str]], method: str) -> dict[int, np.ndarray]:
+    """Returns the curves of GRPO that a method is compared with: at as many updates."""
+    if method in FOUR_UPDATES:
+        return stored_curves(runs, GRPO_FOUR, RATE_FOUR_UPDATES)
+    return stored_curves(runs, GRPO, RATE)
+
+
 def table_row(runs: list[dict[str, str]], method: str, rate: str) -> dict[str, Any]:
-    """Returns a method's line of the table: its end, and what it has over GRPO at RATE."""
+    """Returns a method's line of the table: its end, and what it has over GRPO."""
     own = stored_curves(runs, method, rate)
-    other = stored_curves(runs, GRPO, RATE)
+    other = reference_curves(runs, method)
     reached = sorted(own.keys() & other.keys())  # unfinished runs count for the share alone
     seeds = [seed for seed in reached if len(own[seed]) == len(other[seed])]
     curves = np.array([own[seed] for seed in seeds])
@@ -323,10 +412,10 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def tabulate() -> None:
-    """Saves the runs that are done, a line for each method and rate, and the figure."""
-    lines = [
-        line for run in planned_runs() if run.has_reached_bar() for line in evaluation_rows(run)
-    ]
+    """Saves the runs that are done, a line for each method and rate, and the figures."""
+    lines: list[dict[str, Any]] = []
+    for run in planned_runs():
+        lines += evaluation_rows(run) if run.has_reached_bar() else run.published_lines()
     if not lines:
         sys.exit("headroom.py: no run is done, so there is nothing to tabulate")
     write_csv(lines, DATA / "runs.csv")
@@ -348,9 +437,9 @@ def tabulate() -> None:
 
 
 def seed_differences(runs: list[dict[str, str]], method: str, rate: str) -> dict[str, np.ndarray]:
-    """Returns what each finished seed has over GRPO at RATE: by "area" and by "end"."""
+    """Returns what each finished seed has over GRPO: by "area" and by "end"."""
     own = stored_curves(runs, method, rate)
-    other = stored_curves(runs, GRPO, RATE)
+    other = reference_curves(runs, method)
     common_seeds = sorted(own.keys() & other.keys())
     seeds = [seed for seed in common_seeds if len(own[seed]) == len(other[seed])]
     curves = np.array([own[seed] for seed in seeds])
@@ -402,14 +491,15 @@ def order_on_the_page(row: dict[str, Any]) -> tuple[int, str]:
 
 
 def draw_methods(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: Path) -> None:
-    """Saves the forest plot: what each method and rate has over GRPO at RATE, a dot for a seed."""
+    """Saves the forest plot: what each method and rate has over GRPO, a dot for a seed."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    references = ((GRPO, RATE), (GRPO_FOUR, RATE_FOUR_UPDATES))
     shown = sorted(
-        (row for row in rows if (row["method"], row["rate"]) != (GRPO, RATE)),
+        (row for row in rows if (row["method"], row["rate"]) not in references),
         key=order_on_the_page,
     )
     size = (12, 1.6 + 0.3 * len(shown))
@@ -442,14 +532,17 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="runs at once, a core each")
     parser.add_argument("--list", action="store_true", help="say which runs are done, and stop")
     parser.add_argument("--tabulate", action="store_true", help="make no more runs")
+    parser.add_argument("--methods", nargs="+", choices=COMMANDS, help="default: all")
     args = parser.parse_args()
     if args.list:
         for run in planned_runs():
             print("done" if run.is_done() else "    ", run.folder.name)
         return
+    runs = [run for run in planned_runs() if run.method in (args.methods or COMMANDS)]
     if not args.tabulate:
-        write_csv(evaluate_untrained(), DATA / "untrained.csv")
-        train(planned_runs(), args.processes)
+        if not (DATA / "untrained.csv").exists():
+            write_csv(evaluate_untrained(), DATA / "untrained.csv")
+        train(runs, args.processes)
     tabulate()
 
 

@@ -12,8 +12,8 @@ of one batch's gradient with the policy gradient of the other batches, and `near
 whose gradients are most alike.
 
 The policies are from moments of one run with uniform credit on chains of 3 or 4 operations, and
-from the long policy on 6 and 8; all are made here if they are missing. Beside the methods of the
-scripts stand
+from the long policy on 6 and 8; all are made here if they are missing. The misconceived policy is
+wrong on 8 operations even greedily. Beside the methods of the scripts stand
 
     wrong only       weights for completions with a negative advantage, and 1 for the others
     optimal token baseline   a group's mean weighed by how long gradients are (arXiv 2602.07078)
@@ -49,6 +49,10 @@ from torch import Tensor
 import grpo_arca as trainer
 from common.problems import token_roles
 
+MISCONCEIVED = [
+    "--model_name_or_path", str(ROOT / "common/misconceived_policy"), "--dataset_config", "8",
+    "--max_completion_length", "170",
+]  # fmt: skip
 LONG = ["--model_name_or_path", str(ROOT / "common/long_policy"), "--max_completion_length", "160"]
 POLICIES = {  # runs that trained policies are from
     "uniform-default": ["--save_steps", "15"],
@@ -78,9 +82,11 @@ SETTINGS = {
     "6": Setting("6 operations, untrained", SIX, None, 12),
     "8": Setting("8 operations, untrained", EIGHT, None, 24),
     "8-end": Setting("8 operations, step 40", EIGHT, ("uniform-8", 40), 16),
+    "misconceived": Setting("8 operations, misconceived, untrained", MISCONCEIVED, None, 24),
 }
 METHODS = {
     worth.UNIFORM: worth.UNIFORM,
+    worth.HALF: worth.HALF,
     "arca": "grpo_arca.py --credit arca",
     "arca, p = 2": "grpo_arca.py --credit arca --sharpening 2",
     "arca's weights shuffled": "grpo_arca.py --credit shuffled",
