@@ -37,7 +37,7 @@ after `--`, from a shell, one seed after the other (--seeds, default 1 2 3), int
 runs/<name>-<seed>, the name from script and flags. Printed are the held-out sampled accuracy before
 and after, the wall clock from the shell prompt to the end, and the largest resident memory of any
 process so far. --write puts the figures into results/data/default_runs/<name>.json, which
-tools/compare.py draws.
+tools/compare.py draws, and --write FOLDER into another folder of results/data/.
 """
 
 import argparse
@@ -660,7 +660,7 @@ def name_of(script: str, flags: list[str]) -> str:
     return re.sub(r"[^\w.]+", "-", " ".join(words))
 
 
-def run_defaults(script: str, flags: list[str], seeds: list[int], write_json: bool) -> None:
+def run_defaults(script: str, flags: list[str], seeds: list[int], data_folder: str | None) -> None:
     """Does the default command on several seeds. Prints its figures, and writes them if asked."""
     name = name_of(script, flags)
     results = []
@@ -679,9 +679,10 @@ def run_defaults(script: str, flags: list[str], seeds: list[int], write_json: bo
     accuracies = [result["after"]["sampled_accuracy"] for result in results]
     spread = f" +- {stdev(accuracies):.3f}" if len(accuracies) > 1 else ""
     print(f"after: {mean(accuracies):.3f}{spread} (mean and std over seeds)")
-    if write_json:
-        text = json.dumps({"flags": flags, "runs": results}, indent=2)
-        (DATA / "default_runs" / f"{name}.json").write_text(text)
+    if data_folder is not None:
+        path = DATA / data_folder / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"flags": flags, "runs": results}, indent=2))
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -712,7 +713,13 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--go_on", action="store_true", help="runs of the tables there are done")
     add("--once", type=Path, help="folder for one run of each kind again")
     add("--default_run", metavar="SCRIPT", help="the script's defaults on --seeds instead")
-    add("--write", action="store_true", help="with --default_run: replace its file in results/")
+    add(
+        "--write",
+        nargs="?",
+        const="default_runs",
+        metavar="FOLDER",
+        help="with --default_run: replace its file in results/data/FOLDER/",
+    )
     return parser.parse_args(argv)
 
 
