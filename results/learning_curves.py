@@ -156,6 +156,9 @@ def use_smollm2(folder: Path) -> None:
     methods["arca, right alone"] = Method(
         "grpo_arca.py", "--credit arca --negative_weight 0", seeds
     )
+    methods["s_trace, normalized"] = Method(
+        "grpo_strace.py", "--credit s_trace --trace_normalize True", seeds, rate_of=UNIFORM
+    )
 
     METHODS = {name: method._replace(regimes=(regime,)) for name, method in methods.items()}
     CONTROL = (UNIFORM,)

@@ -31,7 +31,7 @@ MEASURED = {  # <file>.json in FOLDER -> its label, in this order
     "grpo_oar-default": "oar_g",
     "grpo_strace-default": "s_trace",
     "grpo_strace-p_trace": "p_trace",
-    "grpo_arca-uniform-negative_weight-0": "uniform, right completions alone",
+    "grpo_arca-uniform-negative_weight-0": "uniform, right answers only",
 }
 # Okabe and Ito's, which color-blind people can tell apart. Beyond these, other dashes.
 COLORS = ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00")

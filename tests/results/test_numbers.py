@@ -136,29 +136,53 @@ SMOLLM2 = "learning_curves/smollm2"
 
 def answer_cells(method: str) -> list[str]:
     """Returns a method's cells of the first table, without the verdict."""
-    steps = {row["credit"]: row["ratio"] for row in table("step_times/table")}
-    credits = {"uniform (GRPO)": "uniform", "arca": "arca", "oar_g": "oar_g", "s_trace": "s_trace"}
-    cells = [LABELS[method]]
-    for regime in ("one update", "four updates"):
-        rows = [r for r in table(CHAINS) if (r["regime"], r["method"]) == (regime, method)]
-        all_learned = min(ends(f"{CHAINS}_runs", regime, method), default=0) > LEARNED_ABOVE
-        if not rows:
-            cells.append("not run")
-        elif method == "uniform (GRPO)":
-            cells.append(plain(rows[0]["end"]))
-        elif all_learned:
-            cells.append(difference(rows[0], "end"))
-        else:
-            cells.append(f"{learned(f'{CHAINS}_runs', regime, method)} learned")
-    cells.append(learned(f"{SMOLLM2}_runs", "SmolLM2", method))
-    cells.append(steps[credits[method]] if method in credits else "below 1")
+    ratio_of = {row["credit"]: row["ratio"] for row in table("step_times/table")}
+    credits = {"GRPO": "uniform", "ARCA": "arca", "OAR-G": "oar_g", "S-trace": "s_trace"}
+    on_smollm2 = {"GRPO": "uniform (GRPO)", "ARCA": "arca", "OAR-G": "oar_g"}
+    on_smollm2 |= {"S-trace": "s_trace at GRPO's rate", "right answers only": "right alone"}
+    one = find("headroom/table", method=method, rate="0.002")
+    name = f"{method}, four updates"
+    four = [row for row in table("headroom/table") if row["method"] == name]
+    if method == "GRPO":
+        cells = [method, plain(one["end"]), plain(four[0]["end"])]
+    else:
+        cells = [method, difference(one, "end")]
+        cells.append(difference(four[0], "end") if four else "not run")
+    cells.append(plain(one["greedy_end"], 2))
+    if method == "least variance":
+        return ["oracle", *cells[1:], "not run", "not counted"]
+    cells.append(learned(f"{SMOLLM2}_runs", "SmolLM2", on_smollm2[method]))
+    cells.append(ratio_of[credits[method]] if method in credits else "below 1")
     return cells
 
 
 def answer_rows() -> list[str]:
-    shown = ["uniform (GRPO)", "arca", "oar_g", "s_trace"]
-    shown += ["right alone", "right alone, by probability"]
+    shown = ["GRPO", "ARCA", "OAR-G", "S-trace", "right answers only", "least variance"]
     return [line(*answer_cells(method)).removesuffix(" |") for method in shown]
+
+
+def difference_of(study: str, method: str, figure: str = "end") -> Row:
+    """Returns a method's line of the file that puts the studies side by side."""
+    return find("answer/differences", study=study, method=method, figure=figure)
+
+
+def holm_sentence() -> str:
+    """Returns the sentence that says how many tests were made."""
+    tested = [row for row in table("answer/differences") if row["p_holm"]]
+    kept = [row for row in tested if float(row["p_holm"]) < 0.05]
+    return f"make {len(tested)} tests against GRPO, and {len(kept)} of them remain"
+
+
+def holm_rows() -> list[str]:
+    """Returns the rows of the table of what remains after Holm's correction."""
+    rows = []
+    for row in table("answer/differences"):
+        if row["p_holm"] and float(row["p_holm"]) < 0.05:
+            cells = [row["study"], row["method"], row["figure"], row["seeds"]]
+            numbers = [float(row[name]) for name in ("more", "low", "high")]
+            cells.append("{:+.3f} ({:+.3f} to {:+.3f})".format(*numbers))
+            rows.append(line(*cells, f"{float(row['p']):.1g}", f"{float(row['p_holm']):.1g}"))
+    return rows
 
 
 def untrained_rows() -> list[str]:
@@ -246,7 +270,7 @@ RIGHT_ONLY = "grpo_arca.py --credit uniform --negative_weight 0"
 POLICIES = {
     "3_to_4_operations_start": "chains of 3 to 4 operations, untrained",
     "3_to_4_operations_end": "the same, trained for 45 updates",
-    "8_operations_start": "chains of 8 operations, untrained",
+    "8_operations_start": "chains of 8 operations, nearly right, untrained",
     "smollm2_start": "SmolLM2, untrained",
     "smollm2_middle": "SmolLM2, trained for 8 updates",
 }
@@ -272,21 +296,13 @@ def share(text: str) -> str:
 
 
 def completions_rows() -> list[str]:
-    measured = {  # a method of the learning curves -> the same in worth.py
-        "right alone": RIGHT_ONLY,
-        "oar_g": "grpo_oar.py",
-        "s_trace": "grpo_strace.py",
-        "right alone, by probability": "grpo_arca.py --credit probability --negative_weight 0",
-    }
+    """Returns the rows of the table of predicted and measured shares of rollouts."""
     rows = []
-    for name, command in measured.items():
-        row = find("worth/8_operations_start", method=command)
-        completions = float(row["adam"]) ** completions_power()
-        trained = find(CHAINS, regime="one update", method=name)
-        low_to_high = f"{share(trained['share_low'])} to {share(trained['share_high'])}"
-        in_training = f"{share(trained['share_of_rollouts'])} ({low_to_high})"
-        cells = [interval(row, "adam"), f"{completions:.2f}", f"{1 / completions:.2f}"]
-        rows.append(line(LABELS[name], *cells, in_training))
+    for row in table("answer/prediction"):
+        cells = [row["task"], row["method"], interval(row, "adam"), plain(row["completions"], 2)]
+        limits = f"{share(row['share_low'])} to {share(row['share_high'])}"
+        cells += [share(row["predicted"]), f"{share(row['share'])} ({limits})"]
+        rows.append(line(*cells))
     return rows
 
 
@@ -345,6 +361,7 @@ TABLES: dict[str, list[Callable[[], list[str]]]] = {
     "README.md": [],
     "results/README.md": [
         answer_rows,
+        holm_rows,
         untrained_rows,
         functools.partial(chain_rows, "one update"),
         functools.partial(chain_rows, "four updates"),
@@ -442,8 +459,8 @@ def readme_sentences() -> list[str]:
     assert mine["verdict"] == verdict
     rlsd = find("worth/my_method", method="rlsd.py")
     shuffled = find("worth/my_method", method="rlsd.py --credit shuffled")
-    greedy = plain(untrained("chains of 8 operations")["greedy_accuracy"])
-    sampled = plain(untrained("chains of 8 operations")["sampled_accuracy"])
+    greedy = plain(untrained("chains of 8 operations, nearly right")["greedy_accuracy"])
+    sampled = plain(untrained("chains of 8 operations, nearly right")["sampled_accuracy"])
     peak = plain(find(SMOLLM2, method="uniform (GRPO)")["peak_gb"], 1)
     right = size(chains("right alone"), "end")
     return [
@@ -491,8 +508,8 @@ def sweep_sentences() -> list[str]:
 
 
 def results_sentences() -> list[str]:
-    long_policy = untrained("chains of 8 operations")
-    cooler = untrained("chains of 8 operations", "0.3")
+    long_policy = untrained("chains of 8 operations, nearly right")
+    cooler = untrained("chains of 8 operations, nearly right", "0.3")
     default = untrained("chains of 3 to 4 operations")
     before, _ = smollm2_accuracies()
     low, high = exact_interval(3, 4)
