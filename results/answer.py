@@ -35,12 +35,22 @@ LABELS = {  # a method's name in the other tables -> here
     "arca": "ARCA",
     "oar_g": "OAR-G",
     "s_trace": "S-trace",
-    "s_trace at GRPO's rate": "S-trace",  # on SmolLM2 all methods are compared at that rate
+    "right alone, by probability": "right answers only, by probability",
+    "arca's weights shuffled": "ARCA's weights, shuffled",
+    "arca, right alone": "ARCA, right answers only",
+    "negative_weight 0.25": "wrong answers at a quarter",
+    "oar_p": "OAR-P",
+    "s_trace, normalized": "S-trace, normalized",
     "oracle: least variance": "least variance",
     "oracle: step values": "step values",
     "grpo_arca.py --credit uniform --negative_weight 0": "right answers only",
     "grpo_oar.py": "OAR-G",
     "grpo_strace.py": "S-trace",
+    "grpo_arca.py --credit probability --negative_weight 0": "right answers only, by probability",
+}
+AT_GRPOS_RATE = {  # on SmolLM2 all methods are compared at GRPO's learning rate
+    "s_trace": "S-trace at twice GRPO's rate",
+    "s_trace at GRPO's rate": "S-trace",
 }
 SHOWN = ("least variance", "right answers only", "ARCA", "OAR-G", "S-trace")  # top to bottom
 NEVER = 1.2  # where the figure puts a share that was not reached
@@ -69,26 +79,35 @@ def headroom_curves(methods: dict[str, str], rate: str) -> Curves:
     return curves
 
 
-def learning_curves_of(table: str, regime: str, skip: Sequence[str] = ()) -> Curves:
+def learning_curves_of(table: str, regime: str, labels: dict[str, str]) -> Curves:
     """Returns the curves of the runs that learning_curves.py has made."""
     curves: Curves = {}
     for row in read_csv(DATA / f"learning_curves/{table}_runs.csv"):
-        if row["regime"] == regime and row["method"] in LABELS and row["method"] not in skip:
+        if row["regime"] == regime:
             accuracies = np.array([float(number) for number in row["accuracies"].split()])
-            curves.setdefault(LABELS[row["method"]], {})[int(row["seed"])] = accuracies
+            curves.setdefault(labels[row["method"]], {})[int(row["seed"])] = accuracies
+    return curves
+
+
+def wrong_policy_curves() -> Curves:
+    """Returns the curves of all methods and variants at all rates, with one update a rollout."""
+    curves = headroom_curves({name: name for name in headroom.COMMANDS}, headroom.RATE)
+    curves.pop(headroom.GRPO_WITH_KL, None)  # the same run as GRPO
+    for rate in headroom.OTHER_RATES:
+        labels = {name: f"{name}, rate {rate}" for name in headroom.METHODS}
+        curves |= headroom_curves(labels, rate)
     return curves
 
 
 def studies() -> list[Study]:
     """Returns all studies, the one with the most to learn first."""
-    one = {name: name for name in (*headroom.METHODS, *headroom.ORACLES)}
     four = {name: name.removesuffix(", four updates") for name in headroom.FOUR_UPDATES}
     found = [
-        Study("wrong policy, one update", headroom_curves(one, headroom.RATE)),
+        Study("wrong policy, one update", wrong_policy_curves()),
         Study("wrong policy, four updates", headroom_curves(four, headroom.RATE_FOUR_UPDATES)),
-        Study("sharpening, one update", learning_curves_of("chains", "one update")),
-        Study("sharpening, four updates", learning_curves_of("chains", "four updates")),
-        Study("SmolLM2", learning_curves_of("smollm2", "SmolLM2", skip=("s_trace",))),
+        Study("sharpening, one update", learning_curves_of("chains", "one update", LABELS)),
+        Study("sharpening, four updates", learning_curves_of("chains", "four updates", LABELS)),
+        Study("SmolLM2", learning_curves_of("smollm2", "SmolLM2", LABELS | AT_GRPOS_RATE)),
     ]
     return [study for study in found if len(study.curves) > 1]
 
@@ -259,7 +278,7 @@ def draw_prediction(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7.5, 5.5), layout="constrained")
     for row in rows:
-        color = headroom.COLORS[row["method"]]
+        color = headroom.COLORS.get(row["method"], "#888888")
         is_wrong_policy = row["task"] == "wrong policy"
         x = row["predicted"]
         y = min(row["share"], NEVER)
