@@ -137,6 +137,12 @@ METHODS = {
         regimes=("four updates",),
     ),
 }
+HEALTH = {  # a column of the table of runs -> the metric of each update
+    "rewards": "reward",
+    "entropies": "entropy",
+    "zero_std_shares": "zero_std_share",
+    "grad_norms": "grad_norm",
+}
 # The 97.5th percentile of Student's t with 1, 2, ... degrees of freedom
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
@@ -530,6 +536,23 @@ def tabulate(regimes: list[str]) -> tuple[list[dict[str, Any]], Curves]:
     return rows, found
 
 
+def health(run: Run) -> dict[str, str]:
+    """Returns columns that explain a collapse: means over the rollouts between two evaluations.
+
+    They are the reward, the entropy, the share of groups whose rewards are all equal, and the
+    gradient's norm. Runs of tables that were published without these columns have none.
+    """
+    if not run.has_folder():
+        return {column: STORED[run].get(column, "") for column in HEALTH}
+    columns: dict[str, str] = {}
+    per_evaluation = EVERY * REGIMES[run.regime]
+    for column, key in HEALTH.items():
+        values = np.array([row[key] for row in run.updates()])
+        means = values.reshape(-1, per_evaluation).mean(1)
+        columns[column] = " ".join(f"{mean:.3g}" for mean in means)
+    return columns
+
+
 def rows_of_runs(found: Curves) -> list[dict[str, Any]]:
     """Returns a row for each run: its curve, and its last evaluation."""
     rows = []
@@ -541,7 +564,7 @@ def rows_of_runs(found: Curves) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"regime": regime, "method": name, "seed": run.seed}
             row["accuracies"] = " ".join(map(str, curve_of_seed[run.seed]))
             row |= {key: last.get(key) for key in ("greedy_accuracy", "pass@4")}
-            rows.append(row)
+            rows.append(row | health(run))
     return rows
 
 
