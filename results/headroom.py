@@ -424,7 +424,7 @@ def tabulate() -> None:
         table_row(runs, method, rate)
         for rate in (RATE, *OTHER_RATES)
         for method in COMMANDS
-        if stored_curves(runs, method, rate)
+        if method != GRPO_WITH_KL and stored_curves(runs, method, rate)
     ]
     write_csv(rows, DATA / "table.csv")
     at_rate = [row for row in rows if row["rate"] == RATE]
