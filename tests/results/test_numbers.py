@@ -33,6 +33,7 @@ LABELS = {  # a method's name in the files -> on the pages
     "right alone, by probability": "right answers only, by probability",
     "negative_weight 0.25": "wrong answers at a quarter",
     "arca, right alone": "ARCA, right answers only",
+    "s_trace, normalized": "S-trace at GRPO's rate, normalized",
     "oar_g, right alone": "OAR-G, right answers only",
     "s_trace, right alone": "S-trace, right answers only",
     "entropy reduction": "entropy reduction",
@@ -411,6 +412,18 @@ def percentages(accuracies: list[float]) -> str:
     return f"{', '.join(most)} and {last}"
 
 
+def end_over_grpo(method: str) -> str:
+    """Returns a method's end over GRPO's where the policy is wrong."""
+    return difference(find("headroom/table", method=method, rate="0.002"), "end")
+
+
+def equal_groups(seeds: tuple[str, ...]) -> str:
+    """Returns the share of groups with equal rewards in the first rollouts of GRPO's runs."""
+    rows = [row for row in table(f"{SMOLLM2}_runs") if row["method"] == "uniform (GRPO)"]
+    shares = [row["zero_std_shares"].split()[0] for row in rows if row["seed"] in seeds]
+    return " and ".join(f"{float(share):.2f}" for share in shares)
+
+
 def smollm2_accuracies() -> tuple[list[float], list[float]]:
     """Returns held-out sampled accuracy of GRPO's runs, before and after training."""
     rows = [row for row in table(f"{SMOLLM2}_runs") if row["method"] == "uniform (GRPO)"]
@@ -459,16 +472,18 @@ def readme_sentences() -> list[str]:
     assert mine["verdict"] == verdict
     rlsd = find("worth/my_method", method="rlsd.py")
     shuffled = find("worth/my_method", method="rlsd.py --credit shuffled")
-    greedy = plain(untrained("chains of 8 operations, nearly right")["greedy_accuracy"])
-    sampled = plain(untrained("chains of 8 operations, nearly right")["sampled_accuracy"])
     peak = plain(find(SMOLLM2, method="uniform (GRPO)")["peak_gb"], 1)
     right = size(chains("right alone"), "end")
     return [
         *ratios(),
         *end_table().splitlines(),
-        f"ARCA ends {size(chains('arca'), 'end')} below GRPO",
-        f"Learning from right answers only (`--negative_weight 0`) ends {right} above GRPO",
-        f"solves {greedy} of the problems greedily before training, and only {sampled} when",
+        f"ARCA ends {end_over_grpo('ARCA')} over GRPO, OAR-G {end_over_grpo('OAR-G')}, and "
+        f"S-trace {end_over_grpo('S-trace')}; in brackets",
+        f"reaches GRPO's end after {headroom_share('least variance')} of its rollouts",
+        f"needs {headroom_share('right answers only')} of GRPO's rollouts",
+        f"it ends {right} above GRPO on sixteen seeds.",
+        f"it learned in {learned(f'{SMOLLM2}_runs', 'SmolLM2', 'right alone')} runs, and so did "
+        f"GRPO in {learned(f'{SMOLLM2}_runs', 'SmolLM2', 'uniform (GRPO)')}.",
         f"rises from {percentages(before)} to {percentages(after)}.",
         f"seven minutes of one core and {peak} GiB of memory",
         f"is {interval(mine, 'completions')} for `my_method.py` and "
@@ -477,8 +492,6 @@ def readme_sentences() -> list[str]:
         f"{interval(shuffled, 'completions')}, so here it gains nothing that "
         f"{rlsd['batches']} batches can show.",
         f"a step took {one} seconds with one thread and {two} with two.",
-        f"reaches GRPO's end after {headroom_share('least variance')} of its rollouts",
-        f"Right answers only need {headroom_share('right answers only')}.",
     ]
 
 
@@ -523,17 +536,19 @@ def results_sentences() -> list[str]:
     trained = "runs/grpo_oar-oar_g-1"
     auroc = plain(find("decisive_tokens/table", policy=trained, credit="arca")["auroc"], 2)
     ranks = [row["rank"] for row in table("decisive_tokens/table") if row["credit"] == "oar_g"]
-    grpo = plain(chains("uniform (GRPO)")["end"])
+    grpo = plain(find("headroom/table", method="GRPO", rate="0.002")["end"])
     half = find("worth/8_operations_start", method="half of the groups")
     right = find("worth/study_8_operations", method="right alone")
     right_completions = float(right["adam"]) ** completions_power()
     return [
         f"{grpo} means that {100 * float(grpo):.1f}% of sampled answers are right.",
         f"A run *learned* if its sampled accuracy ended above {LEARNED_ABOVE}.",
-        f"solves {plain(long_policy['greedy_accuracy'])} of the problems greedily.",
-        f"It solves {plain(long_policy['sampled_accuracy'])} of them when tokens are drawn",
-        f"and {plain(cooler['sampled_accuracy'])} at temperature 0.3.",
+        f"it solves {plain(long_policy['greedy_accuracy'])} of the problems greedily, "
+        f"{plain(cooler['sampled_accuracy'])} when tokens are drawn at temperature 0.3, and "
+        f"{plain(long_policy['sampled_accuracy'])} at temperature 1.",
         f"anything from {low:.0%} to {high:.0%}.",
+        holm_sentence(),
+        f"had equal rewards in {equal_groups(('6', '7'))} of their groups in the first five rollouts",
         f"reach GRPO's end after {share_of_rollouts('one update')} of its rollouts",
         f"with four updates after {share_of_rollouts('four updates')}.",
         f"solves {plain(default['greedy_accuracy'])} of the problems greedily before training.",
