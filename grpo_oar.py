@@ -128,7 +128,8 @@ MAX_SKIPPED_UPDATES = 10  # in a row, before the run ends
 STOP_CHECK_INTERVAL = 8  # tokens between checks for ended completions; a check waits for the GPU
 SHRINK_AT = 0.75  # share of unfinished rows at which dropping the others is worth the copying
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
-MAX_MESSAGE_LENGTH = 600  # characters
+MAX_MESSAGE_LENGTH = 600  # characters; a message may quote a file or another library
+MAX_ARGUMENT_LENGTH = 60  # characters, of an unknown one in the message about it
 LAUNCHER_HAS_ENDED = signal.SIGUSR1  # see `end_with_launcher`
 
 ProblemSet = tuple[list[Problem], list[list[int]]]  # problems, and their prompts as token ids
@@ -1978,19 +1979,22 @@ def check_state(run: Run, folder: Path, state: dict[str, Any]) -> None:
 
 
 # ---- Command line --------------------------------------------------------------------------------
-def say(message: object) -> None:
-    """Prints a line to standard error, above the progress bar, on the main process only."""
+def say(message: object, limit: int | None = MAX_MESSAGE_LENGTH) -> None:
+    """Prints a line to standard error, above the progress bar, on the main process only.
+
+    Only a message of our own words needs no limit on its characters.
+    """
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    text = f"{SCRIPT.name}: {message}"[:MAX_MESSAGE_LENGTH]
+    text = f"{SCRIPT.name}: {message}"[:limit]
     with contextlib.suppress(OSError):  # nobody may be listening
         tqdm.write(printable(text), file=sys.stderr)
 
 
-def fail(message: object) -> NoReturn:
+def fail(message: object, limit: int | None = MAX_MESSAGE_LENGTH) -> NoReturn:
     """Ends the run with a sentence about the user's mistake: no stack trace, exit code 2."""
     words = str(message).split()  # another library's message may span lines
-    say("error: " + " ".join(words))
+    say("error: " + " ".join(words), limit)
     sys.exit(2)
 
 
@@ -2022,7 +2026,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     # Parse once to learn the model, and again if the defaults depend on it.
     args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        fail(unknown_flags(unknown))
+        fail(unknown_flags(unknown), limit=None)
     start_adapter, adapter_defaults = find_adapter(args.model_name_or_path, args.model_revision)
     name = adapter_defaults.get("model_name_or_path", args.model_name_or_path)
     if Path(name).resolve().parent == Path(TINY_POLICY).parent:
@@ -2055,14 +2059,19 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def unknown_flags(unknown: list[str]) -> str:
-    """Returns the sentence about arguments that are no flags, with advice for flags of TRL."""
-    described = []
-    for argument in unknown:
+    """Returns the sentence about arguments that are no flags, with advice for flags of TRL.
+
+    It names every flag, once. Each argument is cut, so that a long one does not hide the others.
+    """
+    arguments = [argument[:MAX_ARGUMENT_LENGTH] for argument in unknown]
+    advice = {}
+    for argument in arguments:
         name = argument.partition("=")[0].removeprefix("--")
         if argument.startswith("--"):
-            described.append(f"--{name} ({TRL_FLAGS.get(name, 'see --help')})")
-    if not described:
-        return f"unknown argument {unknown[0]}: a flag begins with --"
+            advice[name] = TRL_FLAGS.get(name, "see --help")
+    if not advice:
+        return f"unknown argument {arguments[0]}: a flag begins with --"
+    described = [f"--{name} ({what_to_do})" for name, what_to_do in advice.items()]
     return f"unknown flags: {', '.join(described)}"
 
 
