@@ -350,6 +350,7 @@ import bisect
 import functools
 from typing import NamedTuple
 
+from common.data import context_length
 from common.metrics import control_weights
 from common.reward import boxed_span
 
@@ -440,7 +441,7 @@ def find_probes(run: Run, micro: Batch, rows: list[int]) -> Probes | None:
     """Returns what to score, for those of `rows` that have reasoning and an answer."""
     tokenizer = run.tokenizer
     conclude = tokenizer.encode(run.args.oar_conclude, add_special_tokens=False)
-    context = getattr(run.model.config, "max_position_embeddings", None) or sys.maxsize
+    context = context_length(run.model.config)
     probed_rows = []
     texts = []
     reasoning_lengths = []
