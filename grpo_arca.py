@@ -54,8 +54,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-if __name__ == "__main__":
+LAUNCHER_HAS_ENDED = signal.SIGUSR1
+PR_SET_PDEATHSIG = 1  # in Linux's prctl.h: ask for a signal at the parent's end
+if __name__ == "__main__":  # before the imports below, which take seconds
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while it loads ends it without a stack
+    # `accelerate launch` does not pass on the signal that ends it. So the kernel tells of its end,
+    # which ends this process while it loads, and later the run after its rollout. That signal is
+    # one of its own: the launcher ends after Ctrl-C, too, which is no second Ctrl-C.
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # which the launcher has set
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_HAS_ENDED)
 
 # On import bitsandbytes warns about an AVX512 kernel, which `load_policy` turns off anyway.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -120,7 +127,6 @@ SHRINK_AT = 0.75  # share of unfinished rows at which dropping the others is wor
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 MAX_MESSAGE_LENGTH = 600  # characters; a message may quote a file or another library
 MAX_ARGUMENT_LENGTH = 60  # characters, of an unknown one in the message about it
-LAUNCHER_HAS_ENDED = signal.SIGUSR1  # see `end_with_launcher`
 
 ProblemSet = tuple[list[Problem], list[list[int]]]  # problems, and their prompts as token ids
 
@@ -1875,18 +1881,6 @@ def locked(output_dir: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def end_with_launcher() -> None:
-    """Asks the kernel for a signal to this process when `accelerate launch` ends.
-
-    The launcher does not pass on the signal that ends it. The kernel's signal ends this process
-    while it loads, and later the run after its rollout. It is one of its own, because after Ctrl-C
-    the launcher ends as well: that must not count as a second Ctrl-C.
-    """
-    PR_SET_PDEATHSIG = 1  # in Linux's prctl.h
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # which the launcher has set
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_HAS_ENDED)
-
-
 def run_to_the_end(args: Args) -> None:
     """Trains, and saves the adapter and a report; after a signal, only a checkpoint."""
     tokenizer, train_set, held_out = load_data(args)
@@ -1924,7 +1918,6 @@ def train_and_report(run: Run, train_set: ProblemSet, held_out: ProblemSet) -> N
 
 
 def main() -> None:
-    end_with_launcher()
     args = parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
