@@ -30,7 +30,7 @@ from common.reward import Grader, RewardError, call_reward_func, last_boxed, tak
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     # Each script has its own classes of these names, alike in what is read here.
     Args = Any
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chain", "DataError", "Operation", "Problem", "chain_problems", "completions_of",
-    "correctness", "encode_prompt", "final_answer", "first_error", "grade_batch", "load_data",
-    "load_problems", "parse_rows", "problem_at", "random_chain", "read_split", "reward_batch",
-    "stated_results", "token_roles", "whole_prompt",
+    "context_length", "correctness", "encode_prompt", "final_answer", "first_error", "grade_batch",
+    "load_data", "load_problems", "parse_rows", "problem_at", "random_chain", "read_split",
+    "reward_batch", "stated_results", "token_roles", "whole_prompt",
 ]  # fmt: skip
 
 EMBEDDED = "chain_arithmetic"
@@ -436,9 +436,9 @@ def load_tokenizer(name: str, revision: str) -> tuple[PreTrainedTokenizerBase, i
     # trust_remote_code is given because transformers would else ask on standard input.
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        text_config = config.get_text_config()
+        context = context_length(config)
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged folder may raise anything
         reason = str(error)[:300]
         if "trust_remote_code" in str(error):
             reason = "models that bring their own code are not run"
@@ -447,8 +447,23 @@ def load_tokenizer(name: str, revision: str) -> tuple[PreTrainedTokenizerBase, i
         raise DataError(f"the tokenizer of {name} has no EOS token: set eos_token in its files")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # the trainer's masks come from lengths
-    context = getattr(text_config, "max_position_embeddings", None)
-    return tokenizer, context or sys.maxsize
+    return tokenizer, context
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """Returns how many tokens a model's context has.
+
+    Some models rotate positions otherwise once the longest row of a batch is beyond a length. Then
+    a row would depend on those beside it, and a cache would mix both kinds, so the context ends
+    there. Dynamic NTK does so beyond `max_position_embeddings`, which is the end of any context.
+    """
+    text_config = config.get_text_config()
+    context = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # for all layers, or for each kind of them
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            context = min(context, parameters["original_max_position_embeddings"])
+    return context
 
 
 def encode_prompt(

@@ -61,6 +61,23 @@ def test_every_unknown_flag_is_in_one_message_with_its_advice(script, capsys):
     assert "--learning_rat (see --help)" in sentence
 
 
+def test_many_unknown_flags_are_all_named_once(capsys):
+    """Nor does one of 100,000 characters, or one that is given twice, hide those after it."""
+    names = [*trainer.TRL_FLAGS, *(f"typo_{number}" for number in range(30))]
+    endless = "x" * 100_000
+    argv = [f"--{name}=1" for name in (endless, names[0], *names)]
+    sentence = refused(argv, capsys)
+    assert re.findall(r"--(\w+) \(", sentence)[1:] == names
+    for name, advice in trainer.TRL_FLAGS.items():
+        assert f"--{name} ({advice})" in sentence
+    assert len(sentence) < sum(map(len, names + list(trainer.TRL_FLAGS.values()))) + 2_000
+
+
+def test_a_stray_word_of_many_characters_is_cut(capsys):
+    sentence = refused(["x" * 100_000], capsys)
+    assert sentence.endswith("x: a flag begins with --") and len(sentence) < 200
+
+
 def test_the_advice_names_flags_that_are_here_for_flags_that_are_not():
     own = {declared.name for declared in fields(trainer.Args)}
     assert not own & set(trainer.TRL_FLAGS)

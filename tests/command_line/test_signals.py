@@ -168,15 +168,15 @@ def test_a_run_that_failed_leaves_its_folder_free(run_main, monkeypatch):
 
 
 # ---- Real processes ------------------------------------------------------------------------------
-def wait_until(is_true: Callable[[], object], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(is_true: Callable[[], object], pause: float = 0.1) -> None:
+    deadline = time.monotonic() + 240
     while not is_true():
         assert time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(pause)
 
 
-def start(tmp_path: Path, *command: str) -> subprocess.Popen[str]:
-    """Starts a command whose standard error goes to a file."""
+def start(tmp_path: Path, *command: str, **variables: str) -> subprocess.Popen[str]:
+    """Starts a command whose standard error goes to a file, with further variables."""
     with open(tmp_path / "stderr.txt", "w") as errors:
         return subprocess.Popen(
             [sys.executable, *command],
@@ -184,7 +184,7 @@ def start(tmp_path: Path, *command: str) -> subprocess.Popen[str]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
         )
 
 
@@ -218,6 +218,30 @@ def test_a_run_ends_with_a_checkpoint_when_its_launcher_ends(tmp_path, number):
     (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
     assert (checkpoint / "state.pt").is_file()
     assert updates(tmp_path) == int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_importing_ends_when_its_launcher_ends(tmp_path):
+    """PyTorch is imported first. What stands in for the launcher only starts the run."""
+    script = [str(ROOT / "grpo_arca.py"), *command_line(ENDLESS)]
+    code = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+    launcher = start(tmp_path, "-c", code, *script, ACCELERATE_MIXED_PRECISION="no")
+    workers: list[psutil.Process] = []
+    try:
+        wait_until(lambda: psutil.Process(launcher.pid).children())
+        workers = psutil.Process(launcher.pid).children()
+        maps = Path(f"/proc/{workers[0].pid}/maps")
+        wait_until(lambda: "libtorch_cpu" in maps.read_text(), pause=0.01)
+        launcher.kill()
+        launcher.wait(60)
+        gone, alive = psutil.wait_procs(workers, timeout=30)
+    finally:
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+        launcher.kill()
+    assert gone and not alive
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -1212,6 +1212,47 @@ def test_a_model_that_brings_its_own_code(tmp_path, monkeypatch, model_type):
 
 
 # ----------------------------------------------------------------- what fits into the model
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+CONTEXTS = [  # model type, settings of its config.json, context
+    ("llama", {"rope_parameters": PLAIN}, 128),
+    ("llama", {"rope_parameters": LONGROPE | FACTORS}, 32),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 128),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 128),
+    ("phi3", {"rope_scaling": FACTORS | {"type": "longrope"},
+              "original_max_position_embeddings": 32}, 32),
+    ("gemma3_text", {"rope_parameters": {"full_attention": LONGROPE | FACTORS,
+                                         "sliding_attention": PLAIN}}, 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type, settings, context", CONTEXTS)
+def test_the_context_ends_where_frequencies_would_depend_on_the_length(
+    tmp_path, model_type, settings, context
+):
+    write_config(tmp_path, model_type, settings)
+    _, found = data.load_tokenizer(str(tmp_path), "main")
+    assert found == context
+
+
+def test_a_configuration_that_transformers_cannot_read_is_a_sentence(tmp_path):
+    """It looks for `rope_type` where an old file of Phi-3 has `type`, and raises KeyError."""
+    write_config(tmp_path, "phi3", {"rope_scaling": FACTORS | {"type": "su"}})
+    with pytest.raises(DataError, match=f"cannot load --model_name_or_path {tmp_path}: "):
+        data.load_tokenizer(str(tmp_path), "main")
+
+
+def write_config(folder: Path, model_type: str, settings: dict) -> None:
+    """Writes the configuration of a small model, with the embedded policy's tokenizer."""
+    for file in Path(TINY).glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16}
+    small |= {"model_type": model_type, "max_position_embeddings": 128, "vocab_size": 448}
+    small |= {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(small | settings))
+
+
 @pytest.mark.parametrize(
     ("room", "says"),
     [

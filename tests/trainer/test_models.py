@@ -11,13 +11,14 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from support import TINY, randomize_adapter, refusal
+from support import TINY, fixed_uniforms, randomize_adapter, refusal
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import grpo_arca
 import grpo_oar
 import grpo_strace
+from common.data import load_tokenizer
 from common.problems import Problem
 
 METHODS = {"arca": grpo_arca, "oar_g": grpo_oar, "oar_p": grpo_oar, "s_trace": grpo_strace}
@@ -95,6 +96,15 @@ EXPERTS = {  # are no linear layers, so they would not be in 4 bits: right with 
     "qwen3_moe": HEAD | MOE,
     "qwen3_next": HEAD | DELTA | MOE | dict(shared_expert_intermediate_size=64),
 }
+ROPE = dict(rope_theta=10_000.0, factor=2.0)
+FACTORS = dict(short_factor=[1.0] * 8, long_factor=[1.0 + i for i in range(8)])
+LONGROPE = dict(rope_parameters=ROPE | FACTORS | dict(rope_type="longrope"))
+ROPE_BY_LENGTH = {  # beyond 48 tokens, the longest row of a batch determines all rows' frequencies
+    "llama dynamic": dict(
+        max_position_embeddings=48, rope_parameters=ROPE | dict(rope_type="dynamic")
+    ),
+    "phi3 longrope": LONGROPE | dict(original_max_position_embeddings=48),
+}
 NOT_WITH = {  # a state cannot be cut at a token; per-layer embeddings need ids, OAR-G gives embeds
     "oar_p": ["lfm2", "qwen3_5_text", "qwen3_next"],
     "oar_g": ["gemma4_text"],
@@ -127,7 +137,8 @@ def save_model(tmp_path_factory):
     def save(family: str) -> str:
         if family not in folders:
             folder = folders[family] = str(tmp_path_factory.mktemp(family.replace(" ", "_")))
-            settings = (RIGHT | EXPERTS | {k: v[0] for k, v in REFUSED.items()})[family]
+            refused = {name: settings for name, (settings, *_) in REFUSED.items()}
+            settings = (RIGHT | EXPERTS | ROPE_BY_LENGTH | refused)[family]
             config = AutoConfig.for_model(family.split()[0], **SMALL | settings)
             config.eos_token_id, config.pad_token_id = 2, 0
             torch.manual_seed(0)
@@ -310,6 +321,24 @@ def test_right_in_every_way(save_model, family, bits, weights, capsys):
         check_all(start(save_model(family), load_in_4bit=bits, rollout_weights=weights), family)
 
 
+@pytest.mark.parametrize("family", ROPE_BY_LENGTH)
+def test_the_context_ends_where_rope_would_depend_on_the_batch(save_model, family):
+    """A short row beside one that fills the context is right. One token more, and it is not."""
+    folder = save_model(family)
+    _, context = load_tokenizer(folder, "main")
+    run = start(folder, load_in_4bit=False)
+    endless = replace(run, eos_ids=run.eos_ids[:0])
+    for room, is_right in ((context, True), (context + 1, False), (context, True)):
+        prompts = [PROMPTS[1], (LONG * 50)[: room - LENGTH]]
+        uniforms = fixed_uniforms(2, LENGTH)
+        batch = grpo_arca.sample(endless, torch.arange(2), prompts, uniforms)
+        with torch.no_grad():
+            trained, _ = run.policy.eval()(batch)
+        logp, _ = stock(run, batch)
+        gaps = torch.stack([batch.sampled_logp - logp, trained - logp]).abs()
+        assert (gaps.max() < 1e-4) == is_right, (room, gaps.max())
+
+
 # ---- OAR asks by forwards of its own -------------------------------------------------------------
 @torch.no_grad()
 def plain_oar_p(run, probes, row: int) -> list[float]:
@@ -367,6 +396,20 @@ def test_oar_g_reads_the_same_twice_but_for_the_noise(save_model, family):
         grpo_oar.score(run, batch, [batch], {})
         means.append(batch.scores[batch.scores >= 0].mean())
     assert means[0] > 0 and means[1] < 1e-3 * means[0]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_oar_leaves_out_what_its_question_makes_too_long(save_model, family):
+    """Of a model that reads images, the language model has the context."""
+    run = with_method(start(save_model(family)), "oar_g")
+    batch = answered_batch(grpo_oar)
+    probes = grpo_oar.find_probes(run, batch, [0, 1, 2])
+    assert probes.rows == [0, 1, 2]
+    text_config = run.model.config.get_text_config()
+    lengths = probes.attention.sum(1)
+    text_config.max_position_embeddings = int(lengths.max()) - 1
+    shorter = grpo_oar.find_probes(run, batch, [0, 1, 2])
+    assert shorter.rows == (lengths < lengths.max()).nonzero().flatten().tolist()
 
 
 # ---- check_model itself --------------------------------------------------------------------------
