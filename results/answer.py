@@ -31,6 +31,7 @@ GRPO = headroom.GRPO
 LEARNED_ABOVE = 0.5  # held-out sampled accuracy at the end of a run that learned
 LABELS = {  # a method's name in the other tables -> here
     "uniform (GRPO)": GRPO,
+    "uniform at twice the rate": "GRPO at twice the rate",
     "right alone": "right answers only",
     "arca": "ARCA",
     "oar_g": "OAR-G",
@@ -194,7 +195,9 @@ def draw_differences(found: list[Study], rows: list[dict[str, Any]], path: Path)
     for panel, study in zip(panels, found, strict=True):
         for place, method in enumerate(SHOWN):
             if method not in study.curves:
-                panel.text(0, place, "not run", ha="center", va="center", color="#888888")
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 2}
+                at = {"ha": "center", "va": "center"}
+                panel.text(0, place, "not run", color="#888888", bbox=box, **at)
                 continue
             color = headroom.COLORS[method]
             values = paired_differences(study, method)["end"]
@@ -278,7 +281,7 @@ def draw_prediction(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7.5, 5.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
     for row in rows:
         color = headroom.COLORS.get(row["method"], "#888888")
         is_wrong_policy = row["task"] == "wrong policy"
@@ -299,7 +302,7 @@ def draw_prediction(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("predicted from worth, before training")
     axes.set_ylabel("in training")
     axes.set_title("Share of GRPO's rollouts to reach GRPO's end", loc="left")
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    figure.legend(frameon=False, fontsize=9, loc="outside right upper")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -12,10 +12,10 @@ worth (headroom_oracle.py) must learn clearly faster than GRPO.
 
 Then credit methods are compared on it: each on all SEEDS at RATE, and at two other rates. The
 oracles and the VARIANTS have RATE alone. RATE had GRPO's highest mean reward in training on seed 1.
-What takes four updates of a rollout has half of it. Differences are to GRPO at RATE with as many
-updates. Data order and the random numbers of a seed are the same for all methods, so runs are
-paired by seed. A run whose lines are in the published runs.csv is not made again: remove its lines
-there to make it anew.
+What takes four updates of a rollout has half of it, and sixteen seeds. Differences are to GRPO at
+RATE with as many updates. Data order and the random numbers of a seed are the same for all methods,
+so runs are paired by seed. A run whose lines are in the published runs.csv is not made again:
+remove its lines there to make it anew.
 
 It writes to results/data/headroom/: untrained.csv, the policy before training; runs.csv, a line for
 each run and evaluation; table.csv, a line for each method and rate; control.png and methods.png.
@@ -100,7 +100,8 @@ COLORS = {
 RATE = "0.002"
 OTHER_RATES = ("0.001", "0.004")
 RATE_FOUR_UPDATES = "0.001"
-SEEDS = (1, 2, 3, 4, 5, 6, 7, 8)
+SEEDS = tuple(range(1, 9))
+SEEDS_FOUR_UPDATES = tuple(range(1, 17))
 FEWEST_SEEDS = 3  # for an interval in the figure and on the page
 ROLLOUTS = 50
 EVERY = 10  # rollouts between evaluations
@@ -239,7 +240,7 @@ def planned_runs() -> list[Run]:
         runs += [Run(method, rate, seed) for rate in OTHER_RATES for method in METHODS]
     for seed in SEEDS:
         runs += [Run(method, RATE, seed) for method in VARIANTS]
-    for seed in SEEDS:
+    for seed in SEEDS_FOUR_UPDATES:
         runs += [Run(method, RATE_FOUR_UPDATES, seed) for method in FOUR_UPDATES]
     for seed in SEEDS:
         runs += [Run(method, RATE, seed) for method in ORACLES if method not in first]

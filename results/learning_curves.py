@@ -23,7 +23,7 @@ rollouts, with one update a rollout or with four. For the controls, and only if 
 
 With `--smollm2` it is SmolLM2-135M on sums (tools/smollm2.py): 20 rollouts of 32 completions of 4
 problems, one update each, 36 held-out problems, 8 samples each, and no oracle; a sweep of 10
-rollouts on seed 101, then four seeds, or eight of uniform credit and right completions alone. Flags
+rollouts on seed 101, then four seeds, or eight of the methods in the first table of the page. Flags
 after `--` go to the scripts: `-- --dtype bfloat16` where the CPU has it. `--go_on` takes the runs
 of the tables at --output for done, so that methods and seeds can be added to a published study;
 costs of a method stay those of its first runs.
@@ -97,6 +97,7 @@ class Method(NamedTuple):
     seeds: tuple[int, ...] = SEEDS
     regimes: tuple[str, ...] = ("one update", "four updates")
     rate_of: str = ""  # the method whose learning rate it takes, if not its own
+    rate: str = ""  # its learning rate, if none is searched for
 
 
 UNIFORM = "uniform (GRPO)"
@@ -158,7 +159,7 @@ def use_smollm2(folder: Path) -> None:
     names += ["s_trace at GRPO's rate", "oar_p"]
     methods = {name: METHODS[name]._replace(seeds=seeds) for name in names}
     methods["oar_p"] = methods["oar_p"]._replace(seeds=(1,), rate_of="oar_g")  # ten minutes a run
-    for name in (UNIFORM, "right alone"):
+    for name in (UNIFORM, "right alone", "arca", "oar_g", "s_trace at GRPO's rate"):
         methods[name] = methods[name]._replace(seeds=SEEDS)
     quarter = Method("grpo_arca.py", "--credit uniform --negative_weight 0.25", seeds)
     methods["negative_weight 0.25"] = quarter
@@ -168,6 +169,7 @@ def use_smollm2(folder: Path) -> None:
     methods["s_trace, normalized"] = Method(
         "grpo_strace.py", "--credit s_trace --trace_normalize True", seeds, rate_of=UNIFORM
     )
+    methods["uniform at twice the rate"] = METHODS[UNIFORM]._replace(seeds=seeds, rate="8e-4")
 
     METHODS = {name: method._replace(regimes=(regime,)) for name, method in methods.items()}
     CONTROL = (UNIFORM,)
@@ -306,7 +308,8 @@ def stored_rate(regime: str, method: str) -> str | None:
 
 def sweep(regime: str, method: str) -> list[Run]:
     """Returns the runs that choose a method's learning rate."""
-    if len(RATES[regime]) == 1 or stored_rate(regime, method) is not None:
+    is_known = METHODS[method].rate != "" or stored_rate(regime, method) is not None
+    if is_known or len(RATES[regime]) == 1:
         return []  # nothing to choose
     name = METHODS[method].rate_of or method
     runs = []
@@ -320,6 +323,8 @@ def best_rate(regime: str, method: str) -> str | None:
 
     Returns None before the sweep is done.
     """
+    if METHODS[method].rate != "":
+        return METHODS[method].rate
     if len(RATES[regime]) == 1:
         return RATES[regime][0]
     stored = stored_rate(regime, method)
@@ -671,8 +676,8 @@ def default_run(script: str, flags: list[str], folder: Path, seed: int) -> dict[
     updates = [row for row in rows if "reward" in row]
     columns = ["seconds_rollout", "seconds_score", "seconds_credit", "seconds_update"]
     columns += ["reward", "weight_gini", "weight_effn"]
-    for name in columns:
-        result[name] = mean(row[name] for row in updates)
+    for name in columns:  # a step whose groups are all equal has no credit, so no weights
+        result[name] = mean(row[name] for row in updates if name in row)
     result["rewards"] = [round(row["reward"], 4) for row in updates]  # of every step
     result["seed"] = seed
     result["wall_seconds"] = wall

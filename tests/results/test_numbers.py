@@ -23,6 +23,7 @@ Row = dict[str, str]
 
 LABELS = {  # a method's name in the files -> on the pages
     "uniform (GRPO)": "GRPO",
+    "uniform at twice the rate": "GRPO at twice the rate",
     "arca": "ARCA",
     "arca's weights shuffled": "ARCA's weights, shuffled",
     "oar_g": "OAR-G",
@@ -182,7 +183,7 @@ def holm_rows() -> list[str]:
             cells = [row["study"], row["method"], row["figure"], row["seeds"]]
             numbers = [float(row[name]) for name in ("more", "low", "high")]
             cells.append("{:+.3f} ({:+.3f} to {:+.3f})".format(*numbers))
-            rows.append(line(*cells, f"{float(row['p']):.1g}", f"{float(row['p_holm']):.1g}"))
+            rows.append(line(*cells, f"{float(row['p']):.2g}", f"{float(row['p_holm']):.2g}"))
     return rows
 
 
@@ -219,6 +220,7 @@ def chain_rows(regime: str) -> list[str]:
 
 def smollm2_rows() -> list[str]:
     rows = []
+    grpo = ends(f"{SMOLLM2}_runs", "SmolLM2", "uniform (GRPO)")
     for row in table(SMOLLM2):
         method = row["method"]
         accuracies = ends(f"{SMOLLM2}_runs", "SmolLM2", method)
@@ -228,7 +230,7 @@ def smollm2_rows() -> list[str]:
         cells += [", ".join(each), f"{sum(succeeded) / len(succeeded):.3f}"]
         if method == "uniform (GRPO)":
             cells.append("")
-        elif len(accuracies) == len(succeeded) > 1:
+        elif len(accuracies) == len(succeeded) > 1 and min(grpo[: len(accuracies)]) > LEARNED_ABOVE:
             cells.append(difference(row, "end"))
         else:
             cells.append("none")
@@ -417,11 +419,17 @@ def end_over_grpo(method: str) -> str:
     return difference(find("headroom/table", method=method, rate="0.002"), "end")
 
 
-def equal_groups(seeds: tuple[str, ...]) -> str:
-    """Returns the share of groups with equal rewards in the first rollouts of GRPO's runs."""
+def of_quarters(figure: str, quarter: int, seeds: tuple[str, ...]) -> list[float]:
+    """Returns a figure of GRPO's runs on SmolLM2 in a quarter of training, for each seed."""
     rows = [row for row in table(f"{SMOLLM2}_runs") if row["method"] == "uniform (GRPO)"]
-    shares = [row["zero_std_shares"].split()[0] for row in rows if row["seed"] in seeds]
-    return " and ".join(f"{float(share):.2f}" for share in shares)
+    return [float(row[figure].split()[quarter]) for row in rows if row["seed"] in seeds]
+
+
+def fisher_p() -> float:
+    """Returns Fisher's two-sided p of OAR-G's learned runs against GRPO's, by counting."""
+    assert learned(f"{SMOLLM2}_runs", "SmolLM2", "oar_g") == "8 of 8"
+    assert learned(f"{SMOLLM2}_runs", "SmolLM2", "uniform (GRPO)") == "6 of 8"
+    return 2 * math.comb(8, 2) / math.comb(16, 2)  # both failures of 16 runs in one method of two
 
 
 def smollm2_accuracies() -> tuple[list[float], list[float]]:
@@ -454,6 +462,13 @@ def ratios() -> list[str]:
         "s_trace": "a reconstruction: only the abstract is public",
     }
     return [f"{words} | {rows[credit]} |" for credit, words in faithful.items()]
+
+
+def headroom_seeds(*methods: str) -> str:
+    """Returns how many seeds the methods have at their main rate: "8", or "4 to 6"."""
+    rows = [row for row in table("headroom/table") if row["method"] in methods]
+    counts = sorted({int(row["seeds"]) for row in rows if row["rate"] in ("0.002", "0.001")})
+    return " to ".join(str(count) for count in (counts[0], counts[-1])[: len(counts)])
 
 
 def headroom_share(method: str) -> str:
@@ -525,7 +540,17 @@ def results_sentences() -> list[str]:
     cooler = untrained("chains of 8 operations, nearly right", "0.3")
     default = untrained("chains of 3 to 4 operations")
     before, _ = smollm2_accuracies()
-    low, high = exact_interval(3, 4)
+    low, high = exact_interval(6, 8)
+    failed = ("6", "7")
+    equal = [
+        "{:.2f} and {:.2f}".format(*of_quarters("zero_std_shares", quarter, failed))
+        for quarter in (0, -1)
+    ]
+    entropies = [f"{entropy:.3f}" for entropy in of_quarters("entropies", -1, ("7", "8"))]
+    one = headroom_seeds("GRPO", "right answers only", "ARCA", "OAR-G", "S-trace")
+    four = headroom_seeds(
+        *(f"{method}, four updates" for method in ("GRPO", "right answers only", "ARCA", "S-trace"))
+    )
     null = find("worth/study_8_operations", method="other samples")
     probability = find("worth/study_8_operations", method="right alone, by probability")
     arca = find("worth/smollm2_middle", method="grpo_arca.py --credit arca")
@@ -548,7 +573,11 @@ def results_sentences() -> list[str]:
         f"{plain(long_policy['sampled_accuracy'])} at temperature 1.",
         f"anything from {low:.0%} to {high:.0%}.",
         holm_sentence(),
-        f"had equal rewards in {equal_groups(('6', '7'))} of their groups in the first five rollouts",
+        f"had equal rewards in {equal[0]} of their groups in the first five rollouts, and still in "
+        f"{equal[1]} in the last five.",
+        f"it fell to {entropies[0]} nats on seed 7, and to {entropies[1]} on seed 8, which",
+        f"by Fisher's exact test, p is {fisher_p():.2f}.",
+        f"intervals over paired seeds: {one} with one update, and {four} with four.",
         f"reach GRPO's end after {share_of_rollouts('one update')} of its rollouts",
         f"with four updates after {share_of_rollouts('four updates')}.",
         f"solves {plain(default['greedy_accuracy'])} of the problems greedily before training.",
@@ -595,9 +624,12 @@ SENTENCES: dict[str, Callable[[], list[str]]] = {
     "results/BF16.md": precision_sentences,
 }
 SETTINGS = {  # numbers that describe what was done, and were not measured
-    "README.md": ["the 95% confidence interval"],
+    "README.md": ["the 95% confidence interval", "the 95% intervals of the means"],
     "results/README.md": [
-        "95% confidence intervals",
+        "95% confidence",
+        "the 95% intervals of the means",
+        "95% intervals",
+        "significant at 5%",
         "torch 2.13.0",
     ],
     "results/COSTS.md": ["0.6 GiB for CUDA and 5% for fragmentation"],
