@@ -68,11 +68,13 @@ CHARACTERS = str.maketrans(
         "−": "-", "–": "-", "×": r"\times ", "÷": r"\div ", "⋅": r"\cdot ", "π": r"\pi ",
         "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ",
         "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "⁄": "/", "∶": ":",
+        "·": r"\cdot ", "⩽": r"\le ", "⩾": r"\ge ",
         "％": r"\%", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
         "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}",
         "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}", "⅚": r"\frac{5}{6}",
         "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
     }
+    | {chr(0x2080 + digit): f"_{digit}" for digit in range(10)}  # lowered ones: x₁
 )  # fmt: skip
 # Raised digits: x², 10⁻⁴.
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
@@ -92,15 +94,25 @@ COLON = (
 )
 # Half of a day: 7\text{ p.m.}, 7 PM.
 HALF_OF_DAY = r"(?<=[0-9]) ?(?:\\text ?\{ ?)?([apAP])\.? ?[mM]\b\.?(?: ?\})?"
+# Currencies whose signs have names: \pounds 12.
+POUNDS = r"\\(?:pounds|textsterling)(?![a-zA-Z])"
+EUROS = r"\\(?:text)?euro(?![a-zA-Z])"
+YEN = r"\\(?:text)?yen(?![a-zA-Z])"
 # A fraction of units: \frac{\text{km}}{\text{h}}.
 UNIT_IN_FRACTION = r" ?\{\\(?:text|math)[a-z]* ?\{([^{}]*)\}\}"
 FRACTION_OF_UNITS = rf"\\[dt]?frac{UNIT_IN_FRACTION}{UNIT_IN_FRACTION}"
 # A text around all of an answer that holds a digit: \text{12 cm}, \mathbf{12}.
 TEXT_AROUND_ALL = r"^\\(?:text|mbox|math|boldsymbol)[a-z]* ?\{([^{}]*[0-9][^{}]*)\}$"
-# A letter in a font of its own: 2\mathrm{i}, \mathbf{x}.
-LETTER_IN_FONT = re.compile(r"\\(?:math[a-z]+|boldsymbol|bm) ?\{ ?([A-Za-z]) ?\}")
+# A letter in a font of its own: 2\mathrm{i}, 2\mathrm i, \mathbf{x}.
+LETTER_IN_FONT = re.compile(
+    r"\\(?:math[a-z]+|boldsymbol|bm)(?: ?\{ ?([A-Za-z]) ?\}| ([A-Za-z])(?![A-Za-z]))"
+)
 # An imaginary part that math-verify does not take for the one of 2i: 2 i, 2\,i, 2\cdot i.
 SPACE_BEFORE_I = re.compile(rf"(?<=[0-9])(?:{GAP}|\\cdot(?![a-zA-Z]))+i(?![a-zA-Z])")
+# A function in a font of its own: \mathrm{cos}, \operatorname{ln}.
+FUNCTION_IN_FONT = (
+    r"\\(?:mathrm|text|operatorname) ?\{ ?((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp) ?\}"
+)
 # What may surround an answer without being part of it: "$ 7 $", "\approx 7", "7.". Math-verify
 # fails on a full stop in the box.
 EDGES = (
@@ -158,6 +170,10 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(EDGES), ""),
     (re.compile(SPACES), " "),
     (re.compile(TEXT_AROUND_ALL), r"\1"),
+    (re.compile(POUNDS), "£"),
+    (re.compile(EUROS), "€"),
+    (re.compile(YEN), "¥"),
+    (re.compile(FUNCTION_IN_FONT), r"\\\1 "),
     (re.compile(FRACTION_OF_UNITS), r"\\text{ \1/\2}"),
     (re.compile(COLON), ":"),
     (re.compile(HALF_OF_DAY), half_of_day),
@@ -209,7 +225,7 @@ def pairs_to_compare(box: str, gold: str, problem: str) -> list[Pair]:
 
 def in_one_font(text: str) -> str:
     """Returns an answer with its single letters in the usual font, and 2 i as 2i."""
-    text = LETTER_IN_FONT.sub(r" \1", text).strip()
+    text = LETTER_IN_FONT.sub(r" \1\2", text).strip()
     return SPACE_BEFORE_I.sub("i", text)
 
 

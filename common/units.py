@@ -33,6 +33,7 @@ KNOWN_UNITS = {
         "yr year", "decade", "century centuries",
     ],
     "angle": ["degree deg", "radian rad", "revolution rev"],
+    "temperature": ["celsius", "fahrenheit", "kelvin"],
     "money": [
         "dollar $ usd buck", "cent ¢", "euro € eur", "yen ¥ jpy", "rupee ₹ inr rs", "peso",
     ],
@@ -42,7 +43,9 @@ KNOWN_UNITS = {
     ],
     "data": ["bit", "byte", "kb KB kilobyte", "mb MB megabyte", "gb GB gigabyte"],
 }  # fmt: skip
-QUOTIENTS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "fps": "ft/s"}
+QUOTIENTS = {
+    "mph": "mi/h", "kph": "km/h", "kmh": "km/h", "fps": "ft/s", "rpm": "revolution/min",
+}  # fmt: skip
 
 
 UNIT_SPELLINGS = dict(QUOTIENTS)  # the unit's own name by each of its spellings
@@ -79,9 +82,9 @@ POWERS_OF_1000 = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 
 # Words that may stand in a unit without being one: 12 miles per hour, 12 years old.
 LINKING_WORDS = {
-    "a", "altogether", "an", "and", "away", "cu", "cubic", "deep", "different", "distinct", "each",
-    "every", "extra", "fewer", "for", "full", "high", "in", "later", "left", "less", "long", "more",
-    "of", "old", "per", "possible", "remaining", "sq", "square", "tall", "the", "total", "wide",
+    "a", "all", "altogether", "an", "and", "away", "cu", "cubic", "deep", "different", "distinct",
+    "each", "every", "extra", "for", "full", "high", "in", "later", "left", "long", "more", "of",
+    "old", "per", "possible", "remaining", "sq", "square", "tall", "the", "total", "wide",
 }  # fmt: skip
 # Words that change a value, so they are no unit though they stand in the problem.
 CHANGING_WORDS = {
@@ -97,15 +100,17 @@ CHANGING_WORDS = {
 IRREGULAR_PLURALS = {"people": "person", "children": "child", "men": "man", "women": "woman"}
 
 # ---- Patterns ------------------------------------------------------------------------------------
-# Words in LaTeX: the \text{ apples} of 12\text{ apples}, \mathrm{cm}, \unit{cm}.
-UPRIGHT = re.compile(r"\\(?:text|mbox|math|unit|si|operatorname)[a-z]* ?\{([^{}]*)\}")
+# Words in LaTeX: the \text{ apples} of 12\text{ apples}, \mathrm{cm}, \unit{cm^{2}}.
+UPRIGHT = re.compile(
+    r"\\(?:text|mbox|math|unit|si|operatorname)[a-z]* ?\{((?:[^{}]|\^ ?\{-?[1-9]\})*)\}"
+)
 # The C of 20^\circ C, and the F of 20^\circ\text{F}, whose text is opened already.
 TEMPERATURE = re.compile(r"(\^ ?(?:\\circ|\{ ?\\circ ?\}))[\s~]*([CF])(?![A-Za-z])")
 # The squared of 5 cm squared.
 SQUARED = re.compile(r"(?<=[a-z]) (squared|cubed)\b")
 # One piece of an answer. A gap that holds a ~ is where a \text{...} begins or ends.
 PIECE = re.compile(
-    r"(?P<gap>(?:[\s~]|\\[,;:! ]|\.(?=[\s~]|$)|(?<=[a-z])-(?=[a-z]))+)"  # 12\, cm, five-year
+    r"(?P<gap>(?:[\s~]|\\[,;:! ]|\.(?=[\s~\\]|$)|(?<=[a-z])-(?=[a-z]))+)"  # 12\, cm, five-year
     r"|(?P<word>[A-Za-z]+)"
     r"|(?P<sign>\\?[$%]|[€£¥₹¢]|\^ ?(?:\\circ|\{ ?\\circ ?\}))"  # \$, 10\%, 30^\circ
     r"|(?P<power>\^ ?(?:[1-9]|\{-?[1-9]\}))"  # cm^2, s^{-1}
@@ -123,11 +128,12 @@ VALUE_END = re.compile(r"(?:[0-9)}\]!|]|(?<![A-Za-z])[A-Za-z]|\\pi|\\infty)$")
 # A number that follows another quantity: the 30 of 2 hours and 30 minutes.
 SECOND_NUMBER = re.compile(r"(.*[A-Za-z])[\s~,]+(?:and[\s~]+)?([0-9]+(?:\.[0-9]+)?)")
 # Where a problem says what it asks for: how many more apples, the number of pairs, in square feet.
-ASKED = re.compile(r"\b(?:how many|number of|(?P<in>in))[\s~]+(?:the[\s~]+)?", re.IGNORECASE)
+ASKED = re.compile(r"\b(?:how many|number of|(?P<in>in))[\s~]+(?P<the>the[\s~]+)?", re.IGNORECASE)
+HOW_MANY = re.compile(r"\bhow many\b", re.IGNORECASE)
 # Words that end what is asked for: the "of" of "how many of the apples".
 AFTER_ASKED = {
-    "are", "can", "could", "did", "do", "does", "has", "have", "is", "of", "the", "was", "were",
-    "will", "would",
+    "are", "can", "could", "did", "do", "does", "has", "have", "in", "is", "of", "the", "was",
+    "were", "will", "would",
 }  # fmt: skip
 # A percentage that is asked for, so it follows no number: what percent, as a percentage, (in \%).
 PERCENT_ASKED = re.compile(r"(?<![0-9}$])(?<![0-9}$][ ~-])(?:percent|(?<!\\)\\?%)", re.IGNORECASE)
@@ -180,22 +186,29 @@ class Words(NamedTuple):
     named_units: frozenset[str]
     named_last: frozenset[str]  # those in its last sentence
     is_count: bool  # whether it asks how many
+    asks_at_end: bool  # whether its last sentence asks how many, or names the unit it asks for
 
 
 @functools.lru_cache(maxsize=1024)
 def words_of(problem: str) -> Words:
     """Returns what a problem says about units; one group of completions shares it."""
     text = opened(problem)
+    last_sentence = re.split(r"[.!?]\s", text.strip())[-1]
     asked_stems = set()
     asked_units = []
+    asks_at_end = HOW_MANY.search(last_sentence) is not None
     for match in ASKED.finditer(text):
         pieces = asked_pieces(text, match.end())
         words = [piece[0] for piece in pieces if piece.lastgroup == "word"]
         if match["in"] is not None:
-            # "in feet" and "in dozens", but not "in the morning"
+            # "in feet" and "in dozens", but neither "in the morning" nor "in week 3"
             if not words or not (is_unit_word(words[0]) or scale_word(words[0])):
                 continue
+            if text[pieces[-1].end() :][:1].isdigit():
+                continue
             words = words[:1]
+            is_at_end = match.start() >= len(text.rstrip()) - len(last_sentence)
+            asks_at_end |= is_at_end and match["the"] is None  # but not "in the second hour"
         names = itertools.takewhile(is_no_preposition, words)  # "eggs" of "eggs in a dozen"
         asked_stems |= {stem(word) for word in names}
         unit = read_unit(pieces, {}).known
@@ -209,8 +222,9 @@ def words_of(problem: str) -> Words:
         asked_stems=frozenset(asked_stems),
         asked_units=tuple(asked_units),
         named_units=frozenset(named_units(text)),
-        named_last=frozenset(named_units(re.split(r"[.!?]\s", text.strip())[-1])),
-        is_count=re.search(r"\bhow many\b", text, re.IGNORECASE) is not None,
+        named_last=frozenset(named_units(last_sentence)),
+        is_count=HOW_MANY.search(text) is not None,
+        asks_at_end=asks_at_end,
     )
 
 
@@ -392,6 +406,8 @@ def may_be_unit(
     if piece.lastgroup != "word":
         return piece.lastgroup in ("gap", "slash", "sign")
     unit = known_unit(word)
+    if word == "in" and any(after.lastgroup == "word" for after in pieces[place + 1 :]):
+        unit = None  # 12 in total
     if unit is not None:
         before = pieces[place - 1] if place > 0 else None
         is_upright = before is not None and ("~" in before[0] or before.lastgroup == "slash")
@@ -401,7 +417,7 @@ def may_be_unit(
         if problem.is_given:
             return unit in problem.named_units or unit in (gold_stems or ())
         return len(word) == 2 or (before is not None and before.lastgroup == "gap")
-    if stem(word) in problem.asked_stems or word.lower() in ("celsius", "fahrenheit"):
+    if stem(word) in problem.asked_stems:
         return True
     if word.lower() in CHANGING_WORDS or len(word) < 2:
         return word.lower() in LINKING_WORDS
@@ -438,7 +454,7 @@ def read_unit(pieces: list[re.Match[str]], powers: dict[str, int]) -> Quantity:
             power = 1
         elif piece.lastgroup == "power" and last:
             powers[last] *= int(piece[0].strip("^{ }"))
-        elif word in ("/", "per", "each", "every") or (word in ("a", "an") and powers):
+        elif word in ("/", "per", "each", "every") or (word in ("a", "an") and (powers or nouns)):
             sign = -1
         elif word in ("square", "sq", "cubic", "cu"):
             power = 2 if word.startswith("s") else 3
@@ -509,6 +525,8 @@ def is_contradicted(unit: Unit, problem: Words) -> bool:
     alternatives = [asked for asked in problem.asked_units if kinds_of(asked) == kinds_of(unit)]
     if alternatives:
         return not any(is_asked(unit, asked, problem) for asked in alternatives)
+    if problem.asks_at_end and numerator(unit):
+        return True  # how many apples are no dollars, and a length in meters is no angle
     kinds = {KIND_OF_UNIT.get(name, "") for name in names}
     others = {name for name in problem.named_units if KIND_OF_UNIT.get(name) in kinds}
     return not names <= problem.named_units and (problem.is_count or bool(others))

@@ -1,11 +1,14 @@
 r"""Answers as a strict marker would mark them: the problem, its gold answer, and the final answer.
 
-The lists were written before the rules of common/units.py, except for their last parts. Every
-second pair of each was tried only once those rules were done: of 62 right answers 1 was missed (24
-before), of 62 wrong ones none was paid (30 before).
+The lists were written before the rules of common/units.py, except for their last parts. The author
+of held_out_pairs.jsonl, with 60 right and 60 wrong answers, had not seen the rules, and its pairs
+were tried only once those were done: all right ones earned 1, and no wrong one.
 """
 
 # ruff: noqa: RUF001  (characters that look like others are tried here)
+import json
+from pathlib import Path
+
 from common.reward import Grader
 
 NO_PROBLEM = ""  # where the problem makes no difference
@@ -20,6 +23,10 @@ BOLTS = (
 )
 SPRINTS = (
     "James runs 3 sprints of 60 meters 3 times a week. How many total meters does he run a week?"
+)
+BUS = (
+    "A bus travels at 60 km/h for 2 hours and then at 40 km/h for 30 minutes. "
+    "How many kilometers does it travel?"
 )
 
 RIGHT = [
@@ -263,6 +270,21 @@ RIGHT = [
     ("How many pages must she read each day?", "3", r"3\text{ pages a day}"),
     ("Find the height in m.", "5", "5 m"),
     ("How many meters per second squared?", "12", r"12\text{ m/s}^2"),
+    (BUS, "140", r"140\text{ kilometers in total}"),
+    ("Tom buys 5 apples and 7 pears. How many fruits is that?", "12", r"12 \text{ fruits in all}"),
+    ("What is its volume in cubic meters?", "3", r"3\text{ m³}"),
+    ("What is the area of the rectangle, in square meters?", "48", r"48\ \mathrm{sq.\ m}"),
+    ("How many revolutions per minute does it make?", "45", r"45\text{ rpm}"),
+    ("How many pages does he read each week?", "84", r"84\text{ pages a week}"),
+    ("What is the cost in pounds (sterling)?", "19", r"\pounds 19"),
+    ("How many yen is that?", "1500", r"\yen 1500"),
+    ("It costs $3 in week 3. How much is that?", "3", r"\$3"),
+    (NO_PROBLEM, "x_1", "x₁"),
+    (NO_PROBLEM, r"x \ge 3", "x ⩾ 3"),
+    (NO_PROBLEM, "12", "3·4"),
+    (NO_PROBLEM, r"\cos x", r"\mathrm{cos}\, x"),
+    (NO_PROBLEM, r"\ln 2", r"\operatorname{ln} 2"),
+    (NO_PROBLEM, "3+4i", r"3+4\,\mathrm i"),
 ]
 
 WRONG = [
@@ -477,12 +499,26 @@ WRONG = [
     ("When does it arrive?", r"5\text{ p.m.}", "5"),
     ("Solve.", "5x - 7y = 0", r"5x - 7y = 0\text{ wrong}"),
     ("How many are there?", "3", r"\text{one two}"),
+    (BUS, "140", r"140\text{ hours}"),
+    ("Find the temperature in degrees Celsius.", "20", r"20^\circ\text{F}"),
+    ("Tom buys 5 apples at $2 each. How many apples does he buy?", "5", r"\$5"),
+    ("Jill runs 3 miles in 24 minutes. How many minutes is that a mile?", "8", r"8\text{ miles}"),
+    ("A tank is 2 m long. What is its volume in liters?", "3000", r"3000\text{ m}^3"),
+    ("A side is 5 cm and an angle 30 degrees. How long is the other in cm?", "4", r"4^\circ"),
+    ("How many more pears are there?", "2", r"2\text{ fewer pears}"),
+    ("How many times as much?", "3", r"3\text{ times less}"),
 ]
 
 
 def test_pairs():
+    right = list(RIGHT)
+    wrong = list(WRONG)
+    lines = Path(__file__).with_name("held_out_pairs.jsonl").read_text(encoding="utf-8")
+    for pair in map(json.loads, lines.splitlines()):
+        rows = right if pair["right"] else wrong
+        rows.append((pair["problem"], pair["gold"], pair["answer"]))
     with Grader(timeout=30.0) as grader:
-        for rows, verdict in ((RIGHT, 1.0), (WRONG, 0.0)):
+        for rows, verdict in ((right, 1.0), (wrong, 0.0)):
             problems = [problem for problem, _, _ in rows]
             golds = [gold for _, gold, _ in rows]
             texts = [f"\\boxed{{{answer}}}" for _, _, answer in rows]
