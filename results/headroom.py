@@ -8,7 +8,7 @@
 The policy of common/misconceived_policy has misconceptions: it forgets most carries of certain
 operands, also where it decodes greedily. It learns chains of 8 operations in rollouts of 16
 completions, one update each. Before any credit method is tried, oracles that know what each step is
-worth (headroom_oracle.py) must learn clearly faster than GRPO.
+worth (step_values.py) must learn clearly faster than GRPO.
 
 Then credit methods are compared on it: each on all SEEDS at RATE, and at two other rates. The
 oracles and the VARIANTS have RATE alone. RATE had GRPO's highest mean reward in training on seed 1.
@@ -49,10 +49,11 @@ METHODS = {  # the script and the flags of each
     "OAR-G": ["grpo_oar.py", "--credit", "oar_g"],
     "S-trace": ["grpo_strace.py", "--credit", "s_trace"],
 }
+EXACT = ["results/step_values.py", "--together", "--oracle"]
 ORACLES = {
-    "least variance": ["results/headroom_oracle.py", "--oracle", "least_variance"],
-    "step values": ["results/headroom_oracle.py", "--oracle", "step_values"],
-    "step values, right answers only": ["results/headroom_oracle.py", "--oracle", "right_only"],
+    "least variance": [*EXACT, "least_variance"],
+    "step values": [*EXACT, "step_values"],
+    "step values, right answers only": [*EXACT, "right_only"],
 }
 GRPO_WITH_KL = "GRPO, its KL logged"
 ARCA_LATER = "ARCA after 10 rollouts of GRPO"

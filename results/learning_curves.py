@@ -107,9 +107,12 @@ TWICE = "uniform, 32 completions"
 CONTROL: tuple[str, ...] = (UNIFORM, ORACLE, WHOLE_STEPS, TWICE)
 METHODS = {
     UNIFORM: Method("grpo_arca.py", "--credit uniform", MORE_SEEDS, tuple(REGIMES)),
-    ORACLE: Method("results/step_values.py", "", regimes=tuple(REGIMES)),
+    ORACLE: Method("results/step_values.py", "--oracle step_values", regimes=tuple(REGIMES)),
     WHOLE_STEPS: Method(
-        "results/step_values.py", "--whole_steps", regimes=("one update",), rate_of=ORACLE
+        "results/step_values.py",
+        "--oracle whole_steps",
+        regimes=("one update",),
+        rate_of=ORACLE,
     ),
     TWICE: Method(
         "grpo_arca.py",

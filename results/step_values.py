@@ -1,7 +1,7 @@
 """Computes exact credit on the embedded task, and trains with it.
 
-    python results/step_values.py --seed 1 --output_dir runs/oracle      # grpo_arca.py's flags
-    python results/step_values.py --whole_steps ...    # credit on all tokens of a step
+    python results/step_values.py --seed 1 --output_dir runs/oracle    # and grpo_arca.py's flags
+    python results/step_values.py --oracle least_variance --together
 
 A chain's reward is 1 if every claim is right: the result of each step, and then the boxed answer.
 So a solution with a wrong claim is worth 0 from there on. One whose first j of C claims are right
@@ -9,20 +9,38 @@ is worth
 
     V_j = h_{j+1} * h_{j+2} * ... * h_C      h_c: chance that claim c is right if all before are
 
-The chances h are counted for each problem over continuations by the present policy: so many from
-every claim that one of its samples reached. Continuations that began earlier and got there count.
-The others begin there, spread over the samples that reached it, since their wording differs.
+The chances h are counted for each problem over continuations by the present policy. They begin
+after every claim that one of its samples reached, spread over the samples that reached it, since
+their wording differs. A continuation counts for all the claims that it tries.
 
-Run as a program this is grpo_arca.py with the change of a step's value as its advantage: on the
-digits that state the step's result, or with --whole_steps on all of its tokens. It shows what a
-credit method could reach if it knew everything. Steps are valued by 16 continuations, which are not
-counted in the run's tokens: this is a measuring stick, not a method. worth_study.py measures the
-gradients of the same credit, and learning_curves.py trains with it.
+Run as a program this is grpo_arca.py with the advantages of an oracle, which knows what each step
+is worth. --oracle says which one:
+
+    step_values      the change of the value, V_{j+1} - V_j, on the digits of a right claim, and
+                     -V_j on the first wrong token. This is the default
+    whole_steps      the same on all tokens of the claim's step
+    least_variance   V_j on the digits of a right claim, and -(V_{j+1} - V_j) on the first wrong
+                     token. It is the same gradient on average: only the baseline differs (see
+                     step_advantages)
+    right_only       step_values, but nothing for completions that are wrong in the end
+
+All are scaled by what GRPO's standard deviation would do on average. The values are sampled in one
+of two ways, which draw other random numbers:
+
+    by default       one claim after the other: 16 continuations of each claim, of which those that
+                     began earlier and got there are a part
+    --together       all at once: 8 continuations begin after each claim, and those that began
+                     earlier and got there come on top. This takes a third of the time
+
+This shows what a credit method could reach if it knew everything. The continuations are not counted
+in the run's tokens: this is a measuring stick, not a method. worth_study.py measures the gradients
+of the same credit. learning_curves.py trains with the first two oracles. headroom.py trains with
+the first and the last two, and samples their values together.
 """
 
+import argparse
 import math
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +56,10 @@ from common.answers import boxed_span
 from common.data import completions_of
 from common.problems import Problem, first_error, stated_results
 
-MOST_AT_ONCE = 512  # continuations that are sampled together
-CONTINUATIONS = 16  # of a training run, from each step
+ORACLES = ("step_values", "whole_steps", "least_variance", "right_only")
+MOST_AT_ONCE = 512  # continuations in one batch
+CONTINUATIONS = 16  # of a training run, of each claim
+CONTINUATIONS_TOGETHER = 8  # with --together, that begin after each claim
 
 
 class Solution(NamedTuple):
@@ -138,19 +158,40 @@ def groups_of(
     return groups
 
 
-def missing_continuations(
-    groups: dict[int, Group], claims: int, continuations: int
-) -> list[tuple[Group, list[int]]]:
-    """Returns what to sample after so many right claims: groups, and token ids to continue."""
-    jobs = []
-    for group in groups.values():
-        starts = [solution.prefixes for solution in group.solutions]
-        reached = [prefixes[claims] for prefixes in starts if len(prefixes) > claims]
-        if not reached:
-            continue
-        missing = range(continuations - int(group.tried[claims]))
-        jobs += [(group, group.prompt + reached[i % len(reached)]) for i in missing]
-    return jobs
+class Job(NamedTuple):
+    """A continuation to sample."""
+
+    group: Group
+    claims: int  # right ones before the first that it tries
+    ids: list[int]  # to go on from: the prompt, and a sample up to these claims
+
+
+def jobs_after(group: Group, claims: int, count: int) -> list[Job]:
+    """Returns so many continuations after so many right claims, none if no sample reached them."""
+    starts = [solution.prefixes for solution in group.solutions]
+    reached = [prefixes[claims] for prefixes in starts if len(prefixes) > claims]
+    if not reached:
+        return []
+    return [Job(group, claims, group.prompt + reached[i % len(reached)]) for i in range(count)]
+
+
+def count_claims(run: trainer.Run, jobs: list[Job], first_row: int) -> None:
+    """Samples continuations, and counts in their groups which claims they try and get right.
+
+    Their random numbers are those of the rows from `first_row` on.
+    """
+    for first in range(0, len(jobs), MOST_AT_ONCE):
+        part = jobs[first : first + MOST_AT_ONCE]
+        rows = torch.arange(first, first + len(part)) + first_row
+        length = run.args.max_completion_length
+        uniforms = trainer.row_uniforms(run.args, "values", run.rollout, rows, length)
+        batch = trainer.sample(run, rows, [job.ids for job in part], uniforms)
+        sampled, _ = completions_of(run, batch)
+        for (group, claims, ids), more in zip(part, sampled, strict=True):
+            completion = ids[len(group.prompt) :] + more
+            right = read_solution(run.tokenizer, completion, group.problem).right
+            group.held[claims:right] += 1
+            group.tried[claims : right + 1] += 1
 
 
 def step_values(
@@ -159,24 +200,32 @@ def step_values(
     rollout: trainer.Batch,
     solutions: dict[int, Solution],
     continuations: int,
+    together: bool = False,
 ) -> dict[int, list[float]]:
-    """Returns V_0 ... V_C of each group of samples (row // G) of a rollout. V_C is 1."""
+    """Returns V_0 ... V_C of each group of samples (row // G) of a rollout. V_C is 1.
+
+    `continuations` is how many count for each claim that a sample reached or, if they are sampled
+    `together`, how many begin there.
+    """
     groups = groups_of(train_set, rollout, solutions, run.args.num_generations)
-    most_claims = max(len(group.tried) for group in groups.values())
-    for claims in range(most_claims):
-        jobs = missing_continuations(groups, claims, continuations)
-        for first in range(0, len(jobs), MOST_AT_ONCE):
-            part = jobs[first : first + MOST_AT_ONCE]
-            rows = torch.arange(first, first + len(part)) + 1_000_000 * claims
-            length = run.args.max_completion_length
-            uniforms = trainer.row_uniforms(run.args, "values", run.rollout, rows, length)
-            batch = trainer.sample(run, rows, [ids for _, ids in part], uniforms)
-            sampled, _ = completions_of(run, batch)
-            for (group, ids), more in zip(part, sampled, strict=True):
-                completion = ids[len(group.prompt) :] + more
-                right = read_solution(run.tokenizer, completion, group.problem).right
-                group.held[claims:right] += 1
-                group.tried[claims : right + 1] += 1
+    jobs = []
+    if together:
+        for group in groups.values():
+            for claims in range(len(group.tried)):
+                for job in jobs_after(group, claims, continuations):
+                    # A sample may have boxed its answer in the last step: no claim is left to try.
+                    begun = job.ids[len(group.prompt) :]
+                    right = read_solution(run.tokenizer, begun, group.problem).right
+                    jobs.append(job._replace(claims=right))
+        count_claims(run, jobs, 0)
+    else:
+        most_claims = max(len(group.tried) for group in groups.values())
+        for claims in range(most_claims):
+            jobs = []
+            for group in groups.values():
+                missing = continuations - int(group.tried[claims])
+                jobs += jobs_after(group, claims, missing)
+            count_claims(run, jobs, 1_000_000 * claims)
 
     values = {}
     for number, group in groups.items():
@@ -238,16 +287,39 @@ def step_advantages(
 
 
 # ---- Training ------------------------------------------------------------------------------------
-def train_with_credit(
-    credit_of: Callable[[trainer.Run, trainer.ProblemSet, trainer.Batch], Tensor], argv: list[str]
-) -> None:
-    """Runs grpo_arca.py with signed advantages [B, T] that a function computes for each rollout."""
+def oracle_credit(
+    run: trainer.Run,
+    train_set: trainer.ProblemSet,
+    batch: trainer.Batch,
+    oracle: str,
+    together: bool,
+) -> Tensor:
+    """Returns an oracle's signed advantages [B, T] of a rollout."""
+    solutions = read_rollout(run, batch)
+    continuations = CONTINUATIONS_TOGETHER if together else CONTINUATIONS
+    values = step_values(run, train_set, batch, solutions, continuations, together)
+    advantages = step_advantages(
+        solutions,
+        values,
+        batch,
+        run.args.num_generations,
+        whole=oracle == "whole_steps",
+        least_variance=oracle == "least_variance",
+    )
+    if oracle == "right_only":
+        is_right = batch.rewards == 1
+        advantages = advantages * is_right[:, None]
+    return advantages
+
+
+def train(oracle: str, together: bool) -> None:
+    """Runs grpo_arca.py with an oracle's advantages. Its flags are in sys.argv."""
     sample_and_grade = trainer.collect
 
     def collect(run: trainer.Run, train_set: trainer.ProblemSet, metrics: dict) -> trainer.Batch:
         """Collects a rollout, and puts the signed advantages of its tokens into its credit."""
         batch = sample_and_grade(run, train_set, metrics)
-        batch.credit = credit_of(run, train_set, batch)
+        batch.credit = oracle_credit(run, train_set, batch, oracle, together)
         group_rewards = batch.rewards.view(-1, run.args.num_generations)
         is_constant = (group_rewards == group_rewards[:, :1]).all(1)
         metrics["constant_groups"] = is_constant.float().mean().item()  # GRPO's zero_std_share
@@ -265,24 +337,26 @@ def train_with_credit(
 
     trainer.collect = collect
     trainer.assign_credit = assign_credit
-    sys.argv = [sys.argv[0], *argv, "--credit", "uniform"]  # its objective is A * credit, too
     trainer.main()
 
 
-def train_with_exact_credit(argv: list[str]) -> None:
-    """Runs grpo_arca.py with exact credit."""
-    whole = "--whole_steps" in argv
+def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns this program's options, and the words that are left for grpo_arca.py."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # a prefix of these may be a flag of grpo_arca.py
+    )
+    parser.add_argument("--oracle", choices=ORACLES, default="step_values")
+    parser.add_argument("--together", action="store_true", help="sample all continuations at once")
+    return parser.parse_known_args(argv)
 
-    def exact_credit(
-        run: trainer.Run, train_set: trainer.ProblemSet, batch: trainer.Batch
-    ) -> Tensor:
-        solutions = read_rollout(run, batch)
-        values = step_values(run, train_set, batch, solutions, CONTINUATIONS)
-        return step_advantages(solutions, values, batch, run.args.num_generations, whole)
 
-    flags = [word for word in argv if word != "--whole_steps"]
-    train_with_credit(exact_credit, flags)
+def main() -> None:
+    options, flags = parse_options(sys.argv[1:])
+    sys.argv[1:] = [*flags, "--credit", "uniform"]  # its objective is A * credit, too
+    train(options.oracle, options.together)
 
 
 if __name__ == "__main__":
-    train_with_exact_credit(sys.argv[1:])
+    main()

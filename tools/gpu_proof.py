@@ -231,13 +231,13 @@ PARTS = [
     Part(
         "precision",
         40,
-        "python results/precision.py -- {run} --max_completion_length 80",
+        "python tools/precision.py -- {run} --max_completion_length 80",
         BF16,
     ),
     Part(
         "precision-smollm2",
         60,
-        f"python results/precision.py -- {SMOLLM2} {ONE_MICRO_BATCH}",
+        f"python tools/precision.py -- {SMOLLM2} {ONE_MICRO_BATCH}",
         BF16,
     ),
     Part(
@@ -566,7 +566,6 @@ def profile(folder: str, *argv: str) -> None:
     The profiled decode step is run eagerly, since a captured one has no names. The captured one is
     timed for each thing that it may compute with.
     """
-    sys.path.insert(0, str(ROOT / "results"))
     import bench
     import precision
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import headroom
+import learning_curves
 import numpy as np
 import pytest
 import step_values
@@ -107,8 +109,46 @@ def test_the_baseline_of_least_variance_is_that_of_a_choice_of_two(h, after):
     assert min(grid, key=variance) == pytest.approx(after - h * after, abs=2e-3)  # V' - V
 
 
+@pytest.mark.parametrize("oracle", step_values.ORACLES)
+def test_the_oracles_by_hand(oracle, make_run, monkeypatch):
+    """Of two samples, one right and one with its second step wrong."""
+    run = make_run(num_generations=2)
+    start = "We begin at 23. Adding 19 gives 42. "
+    texts = [start + "Minus 2 makes 40. Twice gives 80. \\boxed{80}", start + "Minus 2 makes 41."]
+    ids = [tokens_of(run, text) for text in texts]
+    solutions = {i: step_values.read_solution(run.tokenizer, x, PROBLEM) for i, x in enumerate(ids)}
+    values = {0: [0.5, 0.8, 0.9, 0.9, 1.0]}
+    monkeypatch.setattr(step_values, "read_rollout", lambda *_: solutions)
+    monkeypatch.setattr(step_values, "step_values", lambda *_: values)
+    mask = torch.ones(2, max(map(len, ids)), dtype=torch.bool)
+    batch = trainer.Batch(torch.arange(2), 0, None, mask, None, None, None)
+    batch.rewards = torch.tensor([1.0, 0.0])
+    found = step_values.oracle_credit(run, ([], []), batch, oracle, together=True)
+    found = found / step_values.group_scale(0.5, 2)
+
+    right, wrong = (found[i, solutions[i].results[1].start].item() for i in range(2))
+    expected = (0.8, -0.1) if oracle == "least_variance" else (0.1, -0.8)
+    assert right == pytest.approx(expected[0])
+    assert wrong == pytest.approx(0 if oracle == "right_only" else expected[1])
+    assert (found[0, 0] != 0) == (oracle == "whole_steps")
+
+
+def test_the_oracles_of_the_studies_are_understood():
+    methods = [x for x in learning_curves.METHODS.values() if "step_values" in x.script]
+    commands = [*headroom.ORACLES.values(), *([x.script, *x.flags.split()] for x in methods)]
+    others = ["--seed=1", "--dtype", "bfloat16", "--beta", "-1", "--trace_normalize", "True"]
+    oracles = set()
+    for script, *flags in commands:
+        assert (ROOT / script).is_file()
+        options, left = step_values.parse_options([*others[:3], *flags, *others[3:]])
+        assert left == others
+        oracles.add((options.oracle, options.together))
+    assert len(oracles) == len(commands) == 5
+
+
 @pytest.mark.slow
-def test_values_are_success_rates(make_run):
+@pytest.mark.parametrize("together", [False, True])
+def test_values_are_success_rates(together, make_run):
     """Of the problem itself and of a right prefix, against 1,024 samples of each."""
     run = make_run(adapter=0.0, num_generations=4, max_completion_length=80)
     prompt = encode_prompt(run.tokenizer, PROBLEM.prompt)
@@ -127,7 +167,7 @@ def test_values_are_success_rates(make_run):
         solutions = dict.fromkeys(range(4), solution)
         rollout = SimpleNamespace(rows=torch.arange(4), problems=[PROBLEM] * 4)
         data = ([PROBLEM], [prompt])
-        values = step_values.step_values(run, data, rollout, solutions, 512)[0]
+        values = step_values.step_values(run, data, rollout, solutions, 512, together)[0]
     assert 0.1 < rates[0] < rates[1] < 0.9  # else it would show nothing
     assert values[0] == pytest.approx(rates[0], abs=0.08)
     assert values[1] == pytest.approx(rates[1], abs=0.08)

@@ -1,7 +1,7 @@
 """Measures what bf16 does to the sampled policy and to the credit, on any model.
 
-    python results/precision.py                     # the embedded policy in bf16, a minute
-    python results/precision.py --updates 10 --write smollm2 -- --model_name_or_path ~/smollm2 \\
+    python tools/precision.py                     # the embedded policy in bf16, a minute
+    python tools/precision.py --updates 10 --write smollm2 -- --model_name_or_path ~/smollm2 \\
         --dataset_name sums.jsonl --max_completion_length 32 --learning_rate 1e-5
 
 Flags after `--` are grpo_arca.py's. A policy in bf16 takes updates by plain GRPO. Then the
