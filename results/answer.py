@@ -14,6 +14,7 @@ It trains nothing, and writes to results/data/answer/:
 A method has no interval and no test in a study where some of its runs did not learn.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,10 @@ AT_GRPOS_RATE = {  # on SmolLM2 all methods are compared at GRPO's learning rate
     "s_trace at GRPO's rate": "S-trace",
 }
 SHOWN = ("least variance", "right answers only", "ARCA", "OAR-G", "S-trace")  # top to bottom
+ROLLOUT_SIZES = {  # completions a rollout -> the flags in the file's name
+    16: "-per_device_train_batch_size-16-gradient_accumulation_steps-1-learning_rate-0.002",
+    128: "",
+}
 NEVER = 1.2  # where the figure puts a share that was not reached
 
 Curves = dict[str, dict[int, np.ndarray]]  # method -> seed -> held-out sampled accuracies
@@ -113,24 +118,44 @@ def studies() -> list[Study]:
     return [study for study in found if len(study.curves) > 1]
 
 
+def rollout_size_studies() -> list[Study]:
+    """Returns two studies of which only the ends are kept: small and large rollouts."""
+    found = []
+    for completions, flags in ROLLOUT_SIZES.items():
+        curves: Curves = {}
+        for method, own_flags in ((GRPO, ""), ("right answers only", "-negative_weight-0")):
+            path = DATA / f"batch_size/grpo_arca-uniform{own_flags}{flags}.json"
+            runs = json.loads(path.read_text())["runs"]
+            ends = {run["seed"]: np.array([run["after"]["sampled_accuracy"]]) for run in runs}
+            curves[method] = ends
+        found.append(Study(f"default command, {completions} completions", curves))
+    return found
+
+
 # ---- Differences to GRPO -------------------------------------------------------------------------
 def paired_differences(study: Study, method: str) -> dict[str, np.ndarray]:
-    """Returns what a method has over GRPO on each seed that both have: by "area" and by "end"."""
+    """Returns what a method has over GRPO on each seed that both have: "area" and "end".
+
+    A study that keeps no more than the ends has no area.
+    """
     own = study.curves[method]
     other = study.curves[GRPO]
     seeds = sorted(own.keys() & other.keys())
     curves = np.array([own[seed] for seed in seeds])
     others = np.array([other[seed] for seed in seeds])
-    area = headroom.area(curves) - headroom.area(others)
-    return {"area": area, "end": curves[:, -1] - others[:, -1]}
+    found = {}
+    if curves.shape[1] > 1:
+        found["area"] = headroom.area(curves) - headroom.area(others)
+    return found | {"end": curves[:, -1] - others[:, -1]}
 
 
 def all_learned(study: Study, method: str) -> bool:
     """Returns whether every run of the method learned, and GRPO on the same seeds.
 
-    On the wrong policy no run is taken for failed: not all runs of GRPO itself end above a half.
+    On the wrong policy, and with small rollouts, no run is taken for failed: not all runs of GRPO
+    itself end above a half.
     """
-    if study.title.startswith("wrong policy"):
+    if study.title.startswith(("wrong policy", "default command")):
         return True
     own = study.curves[method]
     other = study.curves[GRPO]
@@ -310,7 +335,7 @@ def draw_prediction(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     found = studies()
-    rows = difference_rows(found)
+    rows = difference_rows([*found, *rollout_size_studies()])
     write_csv(rows, OUTPUT / "differences.csv")
     draw_differences(found, rows, OUTPUT / "differences.png")
     predictions = prediction_rows()

@@ -78,6 +78,9 @@ FOUR_UPDATES = {
     "right answers only, four updates": METHODS["right answers only"],
     "ARCA, four updates": METHODS["ARCA"],
     "S-trace, four updates": METHODS["S-trace"],
+    # fipo.py is grpo_arca.py with the functions that HEADROOM.md shows.
+    "FIPO, four updates": ["fipo.py"],
+    "FIPO, shuffled, four updates": ["fipo.py", "--credit", "shuffled"],
 }
 COMMANDS = METHODS | ORACLES | VARIANTS | FOUR_UPDATES
 COLORS = {
@@ -97,6 +100,8 @@ COLORS = {
     "right answers only, four updates": "#E69F00",
     "ARCA, four updates": "#0072B2",
     "S-trace, four updates": "#009E73",
+    "FIPO, four updates": "#56B4E9",
+    "FIPO, shuffled, four updates": "#888888",
 }
 RATE = "0.002"
 OTHER_RATES = ("0.001", "0.004")

@@ -34,6 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -184,21 +185,36 @@ def tf32(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
+exact_linear = F.linear
+
+
+class LinearInTF32(torch.autograd.Function):
+    """The product of a linear layer and its gradient for x, as a GPU's tensor cores compute them.
+
+    Credit needs no gradient for the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rounded = tf32(weight)
+        ctx.save_for_backward(rounded)
+        return exact_linear(tf32(x), rounded, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (rounded,) = ctx.saved_tensors
+        return tf32(gradients[0]) @ rounded, None, None
+
+
 @contextlib.contextmanager
 def products_in_tf32() -> Iterator[None]:
-    """Makes NF4 layers read their inputs as tensor cores would. Their weights are exact."""
-    from bitsandbytes.nn import Linear4bit
+    """Makes all linear layers compute in TF32: those of the base, of the adapter, and the head."""
 
-    original = Linear4bit.forward
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return LinearInTF32.apply(x, weight, bias)
 
-    def forward(layer: Linear4bit, x: Tensor) -> Tensor:
-        return original(layer, tf32(x))
-
-    try:
-        Linear4bit.forward = forward
+    with mock.patch.object(F, "linear", linear):
         yield
-    finally:
-        Linear4bit.forward = original
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import answer
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,6 +259,26 @@ def default_run_rows() -> list[str]:
     return rows
 
 
+RATE_OF_SIZE = {"16": "0.002", "128": "0.004"}  # completions a rollout -> the learning rate
+
+
+def rollout_size_rows() -> list[str]:
+    """Returns the rows of right answers only against GRPO, on small and on large rollouts."""
+    rows = []
+    for (completions, rate), flags in zip(
+        RATE_OF_SIZE.items(), answer.ROLLOUT_SIZES.values(), strict=True
+    ):
+        cells = [completions, rate]
+        for method in ("grpo_arca-uniform", "grpo_arca-uniform-negative_weight-0"):
+            runs = json.loads((DATA / f"batch_size/{method}{flags}.json").read_text())["runs"]
+            cells.append(f"{np.mean([run['after']['sampled_accuracy'] for run in runs]):.3f}")
+        study = f"default command, {completions} completions"
+        row = difference_of(study, "right answers only")
+        numbers = [float(row[name]) for name in ("more", "low", "high")]
+        rows.append(line(*cells, "{:+.3f} ({:+.3f} to {:+.3f})".format(*numbers)))
+    return rows
+
+
 def worth_rows() -> list[str]:
     shown = """surprisal|entropy reduction|probability|oar_g|oar_p|s_trace|optimal token baseline
     right alone|negative_weight 0.25|oar_g, right alone|s_trace, right alone
@@ -369,6 +391,7 @@ TABLES: dict[str, list[Callable[[], list[str]]]] = {
         functools.partial(chain_rows, "one update"),
         functools.partial(chain_rows, "four updates"),
         default_run_rows,
+        rollout_size_rows,
         smollm2_rows,
         worth_rows,
         right_only_rows,

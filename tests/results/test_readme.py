@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -19,6 +20,7 @@ from common.problems import Problem
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
+HEADROOM = (ROOT / "results/HEADROOM.md").read_text(encoding="utf-8")
 REWARD, METHOD, RLSD, NOTEBOOK = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -241,5 +243,49 @@ def test_the_readmes_rlsd_trains(fork, run_main, rows_of, monkeypatch) -> None:
     monkeypatch.setattr(trainer, "token_scores", rlsd.token_scores)
     monkeypatch.setattr(trainer, "assign_credit", rlsd.assign_credit)
     ended, _, err = run_main(max_completion_length=80, max_steps=2, per_device_train_batch_size=16)
+    assert ended == 0, err
+    assert all(row["grad_norm"] > 0 for row in rows_of())
+
+
+def fipo_batch(fipo, run):
+    """Returns completions of different lengths, scored, and by how much their log-probs changed."""
+    batch = fipo.sample(run, torch.arange(3), [[5, 6, 7]] * 3, torch.rand(3, 24))
+    batch.attention[1, -9:] = False
+    batch.advantages = torch.tensor([1.0, -2.0, 0.5])
+    batch.loss_mask = batch.mask
+    fipo.score(run, batch, [batch], {})
+    return batch, torch.randn(batch.mask.shape) * 0.2
+
+
+def test_headrooms_fipo_is_the_formula(make_run, fork) -> None:
+    fipo = fork("fipo", re.findall(r"```python\n(.*?)```", HEADROOM, re.DOTALL)[0])
+    run = make_run(fipo)
+    batch, change = fipo_batch(fipo, run)
+    log_weight, advantages = fipo.surrogate_terms(run.args, batch, change)
+    assert log_weight is change
+    for row, length in enumerate(batch.mask.sum(1).tolist()):
+        for t in range(length):
+            later = range(t, length)
+            future = sum(2 ** (-(k - t) / 32) * float(change[row, k]) for k in later)
+            factor = min(max(math.exp(future), 0.8), 1.2)
+            expected = float(batch.advantages[row]) * factor
+            assert float(advantages[row, t]) == pytest.approx(expected, rel=1e-4)
+
+    run.args.credit = "shuffled"
+    _, shuffled = fipo.surrogate_terms(run.args, batch, change)
+    assert not torch.equal(shuffled, advantages)
+    for row, length in enumerate(batch.mask.sum(1).tolist()):
+        in_order = advantages[row, :length].sort().values
+        assert torch.equal(in_order, shuffled[row, :length].sort().values)
+
+
+def test_headrooms_fipo_trains(fork, run_main, rows_of, monkeypatch) -> None:
+    fipo = fork("fipo", re.findall(r"```python\n(.*?)```", HEADROOM, re.DOTALL)[0])
+    for name in ("token_scores", "assign_credit", "surrogate_terms"):
+        monkeypatch.setattr(trainer, name, getattr(fipo, name))
+    sizes = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    ended, _, err = run_main(
+        max_completion_length=80, max_steps=4, steps_per_generation=2, num_iterations=2, **sizes
+    )
     assert ended == 0, err
     assert all(row["grad_norm"] > 0 for row in rows_of())
