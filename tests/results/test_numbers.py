@@ -272,11 +272,15 @@ def rollout_size_rows() -> list[str]:
         for method in ("grpo_arca-uniform", "grpo_arca-uniform-negative_weight-0"):
             runs = json.loads((DATA / f"batch_size/{method}{flags}.json").read_text())["runs"]
             cells.append(f"{np.mean([run['after']['sampled_accuracy'] for run in runs]):.3f}")
-        study = f"default command, {completions} completions"
-        row = difference_of(study, "right answers only")
-        numbers = [float(row[name]) for name in ("more", "low", "high")]
-        rows.append(line(*cells, "{:+.3f} ({:+.3f} to {:+.3f})".format(*numbers)))
+        rows.append(line(*cells, size_difference(completions)))
     return rows
+
+
+def size_difference(completions: str) -> str:
+    """Returns what right answers only have over GRPO in rollouts of so many completions."""
+    row = difference_of(f"default command, {completions} completions", "right answers only")
+    numbers = [float(row[name]) for name in ("more", "low", "high")]
+    return "{:+.3f} ({:+.3f} to {:+.3f})".format(*numbers)
 
 
 def worth_rows() -> list[str]:
@@ -515,10 +519,12 @@ def readme_sentences() -> list[str]:
     return [
         *ratios(),
         *end_table().splitlines(),
-        f"ARCA ends {end_over_grpo('ARCA')} over GRPO, OAR-G {end_over_grpo('OAR-G')}, and "
-        f"S-trace {end_over_grpo('S-trace')}; in brackets",
+        f"ended {end_over_grpo('ARCA')} over GRPO's with ARCA, {end_over_grpo('OAR-G')} with "
+        f"OAR-G, and {end_over_grpo('S-trace')} with S-trace.",
+        f"ends {size_difference('16')} over GRPO with 16 completions a rollout, and "
+        f"{size_difference('128')} with 128.",
         f"reaches GRPO's end after {headroom_share('least variance')} of its rollouts",
-        f"needs {headroom_share('right answers only')} of GRPO's rollouts",
+        f"reached GRPO's end after {headroom_share('right answers only')} of its rollouts",
         f"it ends {right} above GRPO on sixteen seeds.",
         f"it learned in {learned(f'{SMOLLM2}_runs', 'SmolLM2', 'right alone')} runs, and so did "
         f"GRPO in {learned(f'{SMOLLM2}_runs', 'SmolLM2', 'uniform (GRPO)')}.",
@@ -647,7 +653,7 @@ SENTENCES: dict[str, Callable[[], list[str]]] = {
     "results/BF16.md": precision_sentences,
 }
 SETTINGS = {  # numbers that describe what was done, and were not measured
-    "README.md": ["the 95% confidence interval", "the 95% intervals of the means"],
+    "README.md": ["95% confidence intervals", "the 95% intervals of the means"],
     "results/README.md": [
         "95% confidence",
         "the 95% intervals of the means",
