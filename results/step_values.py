@@ -223,8 +223,9 @@ def step_values(
         for claims in range(most_claims):
             jobs = []
             for group in groups.values():
-                missing = continuations - int(group.tried[claims])
-                jobs += jobs_after(group, claims, missing)
+                if claims < len(group.tried):  # problems have different numbers of steps
+                    missing = continuations - int(group.tried[claims])
+                    jobs += jobs_after(group, claims, missing)
             count_claims(run, jobs, 1_000_000 * claims)
 
     values = {}
