@@ -12,10 +12,10 @@ worth (step_values.py) must learn clearly faster than GRPO.
 
 Then credit methods are compared on it: each on all SEEDS at RATE, and at two other rates. The
 oracles and the VARIANTS have RATE alone. RATE had GRPO's highest mean reward in training on seed 1.
-What takes four updates of a rollout has half of it, and sixteen seeds. Differences are to GRPO at
-RATE with as many updates. Data order and the random numbers of a seed are the same for all methods,
-so runs are paired by seed. A run whose lines are in the published runs.csv is not made again:
-remove its lines there to make it anew.
+FOUR_UPDATES take four updates a rollout, at half of RATE, on sixteen seeds. Differences are to GRPO
+at RATE, or to GRPO with four updates. Data order and the random numbers of a seed are the same for
+all methods, so runs are paired by seed. A run whose lines are in the published runs.csv is not made
+again: remove its lines there to make it anew.
 
 It writes to results/data/headroom/: untrained.csv, the policy before training; runs.csv, a line for
 each run and evaluation; table.csv, a line for each method and rate; control.png and methods.png.

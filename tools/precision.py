@@ -24,7 +24,6 @@ With --write NAME the table goes to results/data/precision/NAME.csv, too.
 
 import argparse
 import contextlib
-import csv
 import functools
 import sys
 import time
@@ -44,6 +43,7 @@ import torch.nn.functional as F
 import transformers
 from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor
+from worth import write_table
 
 import grpo_arca
 import grpo_oar
@@ -287,20 +287,6 @@ def credit_rows(
 
 
 # ---- Command line --------------------------------------------------------------------------------
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes rows as .csv, their floats with four digits."""
-    names: dict[str, None] = {}  # an ordered set
-    for row in rows:
-        names |= dict.fromkeys(row)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        lines = csv.DictWriter(file, list(names))
-        lines.writeheader()
-        for row in rows:
-            shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
-            lines.writerow(shown)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -319,7 +305,7 @@ def main() -> None:
         cells = [f"{k} {x:.3g}" if isinstance(x, float) else str(x) for k, x in row.items()]
         print("  ".join(cells))
     if options.write:
-        write(ROOT / f"results/data/precision/{options.write}.csv", rows)
+        write_table(rows, ROOT / f"results/data/precision/{options.write}.csv")
 
 
 if __name__ == "__main__":

@@ -488,9 +488,12 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 def write_table(rows: list[dict[str, Any]], path: Path) -> None:
-    """Writes rows as .csv, their floats with four digits."""
+    """Writes rows as .csv, their floats with four digits. A row may lack some columns."""
+    columns: dict[str, None] = {}  # an ordered set
+    for row in rows:
+        columns |= dict.fromkeys(row)
     with open(path, "w", newline="") as file:
-        lines = csv.DictWriter(file, rows[0])
+        lines = csv.DictWriter(file, list(columns))
         lines.writeheader()
         for row in rows:
             shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}

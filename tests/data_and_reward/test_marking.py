@@ -278,6 +278,7 @@ RIGHT = [
     ("How many pages does he read each week?", "84", r"84\text{ pages a week}"),
     ("What is the cost in pounds (sterling)?", "19", r"\pounds 19"),
     ("How many yen is that?", "1500", r"\yen 1500"),
+    ("She asks for $5 bills. How many dollars remain in the account?", "4", r"\$4"),
     ("It costs $3 in week 3. How much is that?", "3", r"\$3"),
     (NO_PROBLEM, "x_1", "x₁"),
     (NO_PROBLEM, r"x \ge 3", "x ⩾ 3"),

@@ -3,6 +3,7 @@
 `python tests/data_and_reward/test_reward.py --bench` measures completions a second.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -358,6 +359,35 @@ def test_gold_solutions_against_the_next_answer(name, grader):
     differ = [row for row in rows if row[0].replace(",", "") != row[1].replace(",", "")]
     assert len(differ) > 0.9 * len(rows)
     assert {(a, b) for a, b, verdict in differ if verdict == 1.0} == NEXT_SCORES_ONE[name]
+
+
+def answers_as_the_authors_write_them() -> list[tuple[str, str, str]]:
+    """Returns problems of GSM8K, their answers, and these as the end of the solution has them.
+
+    That is with a dollar sign, as in $18, or with the word after it, if the problem has it as well.
+    """
+    rows = []
+    for row in read("gsm8k_test.jsonl"):
+        problem = row["question"]
+        solution, answer = (part.strip() for part in row["answer"].split("####"))
+        end = re.sub(r"<<.*?>>", "", solution.splitlines()[-1])
+        number = re.escape(answer)
+        if re.search(rf"\$ ?{number}(?![\d.,])", end):
+            rows.append((problem, answer, f"\\${answer}"))
+        noun = re.search(rf"(?<![\d$.,]){number} ([a-z]+s)\b", end)
+        if noun is not None and f"many {noun[1]}" in problem:
+            rows.append((problem, answer, f"{answer}\\text{{ {noun[1]}}}"))
+    return rows
+
+
+def test_answers_as_the_authors_write_them_are_right(grader):
+    rows = answers_as_the_authors_write_them()
+    texts = [box(answer) for _, _, answer in rows]
+    verdicts = grader.grade(texts, [gold for _, gold, _ in rows], [row[0] for row in rows])
+    missed = [row for row, verdict in zip(rows, verdicts, strict=True) if verdict == 0.0]
+    assert len(rows) > 500
+    # Of hours, where the solution ends with dollars an hour; and a miss: the problem names cents.
+    assert [answer for _, _, answer in missed] == [r"\$5", r"\$245"]
 
 
 def as_it_is(answer: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import answer
 import numpy as np
 import pytest
+from test_headroom import seeds
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "results/data"
@@ -491,13 +492,6 @@ def ratios() -> list[str]:
     return [f"{words} | {rows[credit]} |" for credit, words in faithful.items()]
 
 
-def headroom_seeds(*methods: str) -> str:
-    """Returns how many seeds the methods have at their main rate: "8", or "4 to 6"."""
-    rows = [row for row in table("headroom/table") if row["method"] in methods]
-    counts = sorted({int(row["seeds"]) for row in rows if row["rate"] in ("0.002", "0.001")})
-    return " to ".join(str(count) for count in (counts[0], counts[-1])[: len(counts)])
-
-
 def headroom_share(method: str) -> str:
     """Returns the share of GRPO's rollouts that a method needs where the policy is wrong."""
     row = find("headroom/table", method=method, rate="0.002")
@@ -519,14 +513,14 @@ def readme_sentences() -> list[str]:
     return [
         *ratios(),
         *end_table().splitlines(),
-        f"ended {end_over_grpo('ARCA')} over GRPO's with ARCA, {end_over_grpo('OAR-G')} with "
-        f"OAR-G, and {end_over_grpo('S-trace')} with S-trace.",
-        f"ends {size_difference('16')} over GRPO with 16 completions a rollout, and "
+        f"differed from GRPO's by {end_over_grpo('ARCA')} with ARCA, by {end_over_grpo('OAR-G')} "
+        f"with OAR-G, and by {end_over_grpo('S-trace')} with S-trace;",
+        f"at the end by {size_difference('16')} with 16 completions a rollout, and by "
         f"{size_difference('128')} with 128.",
         f"reaches GRPO's end after {headroom_share('least variance')} of its rollouts",
         f"reached GRPO's end after {headroom_share('right answers only')} of its rollouts",
         f"it ends {right} above GRPO on sixteen seeds.",
-        f"it learned in {learned(f'{SMOLLM2}_runs', 'SmolLM2', 'right alone')} runs, and so did "
+        f"they learned in {learned(f'{SMOLLM2}_runs', 'SmolLM2', 'right alone')} runs, and so did "
         f"GRPO in {learned(f'{SMOLLM2}_runs', 'SmolLM2', 'uniform (GRPO)')}.",
         f"rises from {percentages(before)} to {percentages(after)}.",
         f"seven minutes of one core and {peak} GiB of memory",
@@ -576,10 +570,9 @@ def results_sentences() -> list[str]:
         for quarter in (0, -1)
     ]
     entropies = [f"{entropy:.3f}" for entropy in of_quarters("entropies", -1, ("7", "8"))]
-    one = headroom_seeds("GRPO", "right answers only", "ARCA", "OAR-G", "S-trace")
-    four = headroom_seeds(
-        *(f"{method}, four updates" for method in ("GRPO", "right answers only", "ARCA", "S-trace"))
-    )
+    methods = ["GRPO", "right answers only", "ARCA", "S-trace"]
+    one = seeds([*methods, "OAR-G"])
+    four = seeds([f"{method}, four updates" for method in methods])
     null = find("worth/study_8_operations", method="other samples")
     probability = find("worth/study_8_operations", method="right alone, by probability")
     arca = find("worth/smollm2_middle", method="grpo_arca.py --credit arca")

@@ -146,6 +146,26 @@ def test_the_oracles_of_the_studies_are_understood():
     assert len(oracles) == len(commands) == 5
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_problems_of_a_rollout_may_have_different_numbers_of_steps(together, make_run):
+    run = make_run(num_generations=2, max_completion_length=4)
+    short = Problem("Start with 23, add 19.", "42", (42,))
+    problems = [PROBLEM, PROBLEM, short, short]
+    right = "We begin at 23. Adding 19 gives 42. "
+    ids = tokens_of(run, right + "Minus 2 makes 40. Doubling it gives 80. \\boxed{80}")
+    short_ids = tokens_of(run, right + "\\boxed{42}")
+    solutions = {}
+    for row, own_ids in enumerate((ids, ids, short_ids, short_ids)):
+        solutions[row] = step_values.read_solution(run.tokenizer, own_ids, problems[row])
+        assert len(solutions[row].prefixes) == len(problems[row].steps) + 1
+    rollout = SimpleNamespace(rows=torch.arange(4), problems=problems)
+    prompts = [encode_prompt(run.tokenizer, problem.prompt) for problem in (PROBLEM, short)]
+    values = step_values.step_values(
+        run, ([PROBLEM, short], prompts), rollout, solutions, 2, together
+    )
+    assert [len(values[group]) for group in (0, 1)] == [5, 3]  # V_0 and one after each claim
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True])
 def test_values_are_success_rates(together, make_run):
