@@ -64,71 +64,17 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # which the launcher has set
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_HAS_ENDED)
 
-# On import bitsandbytes warns about an AVX512 kernel, which `load_policy` turns off anyway.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-import torch
-import torch.nn.functional as F
-import transformers
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
-from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
-from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
-from transformers.utils import find_adapter_config_file
-
-if TYPE_CHECKING:  # functions import PEFT where they use it: --help need not wait for it
-    from peft import PeftModel
-
 SCRIPT = Path(__file__).resolve()
 if not (SCRIPT.parent / "common").is_dir():
     sys.exit(f"copy common/ to {SCRIPT.parent}, too")
 
-from common.data import (
-    DataError,
-    Problem,
-    grade_batch,
-    load_data,
-    problem_at,
-    reward_batch,
-)
-from common.metrics import (
-    RunLog,
-    best_step,
-    credit_group,
-    credit_metrics,
-    eval_metrics,
-    hints,
-    introduction,
-    log_completions,
-    report_run,
-    rollout_metrics,
-    start_log,
-    stock_gap,
-    timed,
-)
+from tqdm import tqdm
+
 from common.printable import printable
-from common.reward import Grader, RewardError, load_reward_funcs
 
-CUDA = torch.cuda.is_available()
-# A GPU below compute capability 8, such as a T4, says that it has bf16, and emulates it slowly.
-HAS_BF16 = CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
-DEFAULT_DTYPE = "bfloat16" if HAS_BF16 else "float32"
 TINY_POLICY = str(SCRIPT.parent / "common/tiny_policy")
-
-MAX_SKIPPED_UPDATES = 10  # in a row, before the run ends
-STOP_CHECK_INTERVAL = 8  # tokens between checks for ended completions; a check waits for the GPU
-SHRINK_AT = 0.75  # share of unfinished rows at which dropping the others is worth the copying
-LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 MAX_MESSAGE_LENGTH = 600  # characters; a message may quote a file or another library
 MAX_ARGUMENT_LENGTH = 60  # characters, of an unknown one in the message about it
-
-ProblemSet = tuple[list[Problem], list[list[int]]]  # problems, and their prompts as token ids
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
@@ -170,7 +116,9 @@ class Args:
     )
     model_revision: str = flag("main", "branch, tag or commit of a Hub model or adapter")
     load_in_4bit: bool = flag(True, "quantize the base to NF4 with double quantization")
-    dtype: Literal["bfloat16", "float32"] = flag(DEFAULT_DTYPE, "precision of all but NF4 weights")
+    dtype: Literal["bfloat16", "float32"] | None = flag(
+        None, "precision of all but NF4 weights; default: bfloat16 on a GPU that has it, or float32"
+    )
     lora_r: int = flag(32, "rank of the adapter", at_least=1)
     lora_alpha: int = flag(32, "the adapter is scaled by lora_alpha / lora_r", at_least=1)
     lora_dropout: float = flag(0.0, "dropout before the adapter in training", at_least=0, below=1)
@@ -317,6 +265,115 @@ EMBEDDED_DEFAULTS = {  # used instead for the tiny policies in common/
     "per_device_eval_batch_size": 200,
     "save_steps": 25,
 }
+
+
+# ---- Messages, and flags that are not here -------------------------------------------------------
+def say(message: object, limit: int | None = MAX_MESSAGE_LENGTH) -> None:
+    """Prints a line to standard error, above the progress bar, on the main process only.
+
+    Only a message of our own words needs no limit on its characters.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank.isdecimal() and int(rank) > 0:  # `check_ranks` refuses what is no number
+        return
+    text = f"{SCRIPT.name}: {message}"[:limit]
+    with contextlib.suppress(OSError):  # nobody may be listening
+        tqdm.write(printable(text), file=sys.stderr)
+
+
+def fail(message: object, limit: int | None = MAX_MESSAGE_LENGTH) -> NoReturn:
+    """Ends the run with a sentence about the user's mistake: no stack trace, exit code 2."""
+    words = str(message).split()  # another library's message may span lines
+    say("error: " + " ".join(words), limit)
+    sys.exit(2)
+
+
+def refuse_unknown_flags(argv: list[str]) -> None:
+    """Ends the run if flags are not here, with advice for those of TRL.
+
+    It names every flag, once. Each argument is cut, so that a long one does not hide the others.
+    """
+    names = ["help"]
+    for declared in fields(Args):
+        if declared.init:
+            names.append(declared.name)
+        if declared.default is True:
+            names.append(f"no_{declared.name}")  # as HfArgumentParser has it
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+        parser.add_argument(*spellings, nargs="*")
+    _, unknown = parser.parse_known_args(argv)
+
+    advice = {}
+    for argument in unknown:
+        if argument.startswith("--"):
+            name = argument[:MAX_ARGUMENT_LENGTH].partition("=")[0].removeprefix("--")
+            advice[name] = TRL_FLAGS.get(name, "see --help")
+    if advice:
+        described = [f"--{name} ({what_to_do})" for name, what_to_do in advice.items()]
+        fail(f"unknown flags: {', '.join(described)}", limit=None)
+
+
+if __name__ == "__main__":
+    refuse_unknown_flags(sys.argv[1:])  # before the imports below, which take seconds
+
+# ---- Imports that take seconds, and constants ----------------------------------------------------
+# On import bitsandbytes warns about an AVX512 kernel, which `load_policy` turns off anyway.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+import torch
+import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
+from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+from transformers.utils import find_adapter_config_file
+
+if TYPE_CHECKING:  # functions import PEFT where they use it: --help need not wait for it
+    from peft import PeftModel
+
+from common.data import (
+    DataError,
+    Problem,
+    grade_batch,
+    load_data,
+    problem_at,
+    reward_batch,
+)
+from common.metrics import (
+    RunLog,
+    best_step,
+    credit_group,
+    credit_metrics,
+    eval_metrics,
+    hints,
+    introduction,
+    log_completions,
+    report_run,
+    rollout_metrics,
+    start_log,
+    stock_gap,
+    timed,
+)
+from common.reward import Grader, RewardError, load_reward_funcs
+
+CUDA = torch.cuda.is_available()
+# A GPU below compute capability 8, such as a T4, says that it has bf16, and emulates it slowly.
+HAS_BF16 = CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
+
+MAX_SKIPPED_UPDATES = 10  # in a row, before the run ends
+STOP_CHECK_INTERVAL = 8  # tokens between checks for ended completions; a check waits for the GPU
+SHRINK_AT = 0.75  # share of unfinished rows at which dropping the others is worth the copying
+LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
+
+ProblemSet = tuple[list[Problem], list[list[int]]]  # problems, and their prompts as token ids
 
 
 # === CREDIT ===
@@ -1685,25 +1742,6 @@ def check_state(run: Run, folder: Path, state: dict[str, Any]) -> None:
 
 
 # ---- Command line --------------------------------------------------------------------------------
-def say(message: object, limit: int | None = MAX_MESSAGE_LENGTH) -> None:
-    """Prints a line to standard error, above the progress bar, on the main process only.
-
-    Only a message of our own words needs no limit on its characters.
-    """
-    if int(os.environ.get("RANK", "0")) != 0:
-        return
-    text = f"{SCRIPT.name}: {message}"[:limit]
-    with contextlib.suppress(OSError):  # nobody may be listening
-        tqdm.write(printable(text), file=sys.stderr)
-
-
-def fail(message: object, limit: int | None = MAX_MESSAGE_LENGTH) -> NoReturn:
-    """Ends the run with a sentence about the user's mistake: no stack trace, exit code 2."""
-    words = str(message).split()  # another library's message may span lines
-    say("error: " + " ".join(words), limit)
-    sys.exit(2)
-
-
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the docstring's layout, and shows both defaults where embedded policies differ."""
 
@@ -1728,11 +1766,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
         allow_abbrev=False,
     )
     parser.error = fail  # argparse would print the whole usage first
+    refuse_unknown_flags(sys.argv[1:] if argv is None else argv)
 
     # Parse once to learn the model, and again if the defaults depend on it.
     args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        fail(unknown_flags(unknown), limit=None)
+        fail(f"unknown argument {unknown[0][:MAX_ARGUMENT_LENGTH]}: a flag begins with --")
     start_adapter, adapter_defaults = find_adapter(args.model_name_or_path, args.model_revision)
     name = adapter_defaults.get("model_name_or_path", args.model_name_or_path)
     if Path(name).resolve().parent == Path(TINY_POLICY).parent:
@@ -1752,7 +1791,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
         for flag_name, value in adapter_defaults.items():
             setattr(args, flag_name, value)
 
-    # Fill in the defaults that depend on other flags.
+    # Fill in the defaults that depend on the machine or on other flags.
+    args.dtype = args.dtype or ("bfloat16" if HAS_BF16 else "float32")
     args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
     args.output_dir = args.output_dir or f"runs/{SCRIPT.stem}-{args.credit}-{args.seed}"
     args.run_name = args.run_name or Path(args.output_dir).name
@@ -1762,23 +1802,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
         fail(f"--report_to {args.report_to} needs: pip install {args.report_to}")
     check_launcher()
     return args
-
-
-def unknown_flags(unknown: list[str]) -> str:
-    """Returns the sentence about arguments that are no flags, with advice for flags of TRL.
-
-    It names every flag, once. Each argument is cut, so that a long one does not hide the others.
-    """
-    arguments = [argument[:MAX_ARGUMENT_LENGTH] for argument in unknown]
-    advice = {}
-    for argument in arguments:
-        name = argument.partition("=")[0].removeprefix("--")
-        if argument.startswith("--"):
-            advice[name] = TRL_FLAGS.get(name, "see --help")
-    if not advice:
-        return f"unknown argument {arguments[0]}: a flag begins with --"
-    described = [f"--{name} ({what_to_do})" for name, what_to_do in advice.items()]
-    return f"unknown flags: {', '.join(described)}"
 
 
 def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:

@@ -8,10 +8,13 @@ import math
 import os
 import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import accelerate.utils.launch
 import pytest
+import transformers
 from support import ROOT, SCRIPTS, TINY, refusal
 
 import grpo_arca as trainer
@@ -32,6 +35,8 @@ FLAGS = [  # (command line, what the sentence must say)
     ("--per_device_train_batch_size 4 --gradient_accumulation_steps 1", ["--num_generations", "4"]),
     ("--gradient_accumulation_steps 2 --steps_per_generation 3", ["--steps_per_generation"]),
     ("--no_such_flag 3", ["--no_such_flag", "--help"]),
+    ("--no_seed", ["unknown flags: --no_seed (see --help)"]),
+    ("--start_adapter x", ["unknown flags: --start_adapter (see --help)"]),
     ("stray", ["unknown argument stray: a flag begins with --"]),
     ("--credit nothing", ["--credit", "uniform"]),
     ("--loss_type ppo", ["--loss_type", "dapo"]),
@@ -63,6 +68,37 @@ def test_a_wrong_flag_is_one_sentence(script, line, words, capfd):
     module = importlib.import_module(script)
     sentence = refusal(lambda: module.parse_args(line.split()), capfd, script)
     assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_unknown_flags_are_refused_before_the_imports_that_take_seconds(script, tmp_path):
+    for name in ("torch", "transformers", "accelerate"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    command = [sys.executable, ROOT / f"{script}.py", "--use_vllm", "x", "--typo=1", "--seed", "2"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    advice = importlib.import_module(script).TRL_FLAGS["use_vllm"]
+    sentence = f"unknown flags: --use_vllm ({advice}), --typo (see --help)"
+    assert ended.stderr == f"{script}.py: error: {sentence}\n"
+    assert ended.returncode == 2 and ended.stdout == ""
+
+
+def test_every_spelling_of_every_flag_is_known(monkeypatch):
+    """What HfArgumentParser takes is known: dashes in names, --no_ before switches, --help."""
+    spellings = []
+
+    class Spy(transformers.HfArgumentParser):
+        def parse_args_into_dataclasses(self, *args, **kwargs):
+            spellings.extend(self._option_string_actions)
+            return super().parse_args_into_dataclasses(*args, **kwargs)
+
+    monkeypatch.setattr(transformers, "HfArgumentParser", Spy)
+    trainer.parse_args([])
+    assert {"--help", "--max-steps", "--no_load_in_4bit", "--no-load-in-4bit"} <= set(spellings)
+    for spelling in spellings:
+        trainer.refuse_unknown_flags([spelling])
+        trainer.refuse_unknown_flags([spelling, "1"])
+        trainer.refuse_unknown_flags([f"{spelling}=1"])
 
 
 def numbers(module):

@@ -404,7 +404,7 @@ def test_a_card_that_only_emulates_bf16_computes_in_float32(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
     module = fork_script()
-    assert module.parse_args([]).dtype == module.DEFAULT_DTYPE == dtype
+    assert module.parse_args([]).dtype == dtype
 
 
 def test_without_a_gpu_the_default_is_float32(fork_script, monkeypatch):
