@@ -10,6 +10,7 @@ Every regular expression has a comment that says by an example what it is for.
 # ruff: noqa: RUF001  (characters that look like others are what `CHARACTERS` is about)
 from __future__ import annotations
 
+import calendar
 import re
 from collections.abc import Callable
 
@@ -94,6 +95,17 @@ COLON = (
 )
 # Half of a day: 7\text{ p.m.}, 7 PM.
 HALF_OF_DAY = r"(?<=[0-9]) ?(?:\\text ?\{ ?)?([apAP])\.? ?[mM]\b\.?(?: ?\})?"
+# What makes a number an ordinal: 5th, 5^{th}, 5\text{th}, 5^{\text{th}}.
+ORDINAL = r"(?:st|nd|rd|th)"
+ORDINAL_TEXT = rf"\\(?:text|math|mbox)[a-z]* ?\{{ ?{ORDINAL} ?\}}"
+ORDINAL_END = (
+    rf"(?<=[0-9])(?:{ORDINAL}(?![a-zA-Z])"
+    rf"| ?\^? ?(?:\{{ ?{ORDINAL} ?\}}|{ORDINAL_TEXT}|\{{ ?{ORDINAL_TEXT} ?\}}))"
+)
+# The name of a point before its coordinates: P(2,-1).
+NAME_OF_POINT = r"^[A-Z] ?(?=(?:\\left ?)?\([^()]*,[^()]*\)$)"
+# An empty set in words: \text{no solution}, \text{No real solutions}.
+NO_SOLUTION = r"^(?:\\text ?\{)? ?[nN]o (?:real )?solutions? ?\}?$"
 # Currencies whose signs have names: \pounds 12.
 POUNDS = r"\\(?:pounds|textsterling)(?![a-zA-Z])"
 EUROS = r"\\(?:text)?euro(?![a-zA-Z])"
@@ -122,8 +134,21 @@ EDGES = (
 # What is a space to a reader: "40  2", "40~2", "40\text{ }2", "40$2", "5'10". Math-verify fails on
 # two spaces and drops the others, so that 5'10 would be 510.
 SPACES = r"[\s~]+|\\text\s*\{\s*\}|(?<=[0-9])(?:\\?\$|['\"]+)(?=[0-9])"
+# All real numbers, alone: \mathbb{R}, x \in \mathbb R, \text{all real numbers}.
+REALS = r"\\mathbb ?(?:\{ ?R ?\}|R)"
+ALL_REALS = (
+    rf"^(?:(?:[a-z] ?\\in ?)?{REALS}"
+    r"|(?:\\text ?\{ ?)?[aA]ll real(?:s| numbers| values of [a-z]) ?\}?)$"
+)
+# A set by its condition: \{x : x<3\}, \{x \in \mathbb{R} \mid x<3\}.
+SET_BUILDER = (
+    rf"^(?:\\left ?)?\\\{{ ?[a-z](?: ?\\in ?{REALS})? ?(?::|\\mid(?![a-zA-Z])|\|) ?"
+    r"([^{}]*(?:[<>]|\\[lgn]e)[^{}]*?) ?(?:\\right ?)?\\\}$"
+)
 # What joins two answers: 4 \lor 7, 4 \text{ or } 7, 4 \text{ and } 7.
 JOINING_WORD = r",? ?\\(?:(?:lor|vee)(?![a-zA-Z])|text ?\{ ?(?:and|or) ?\})"
+# What joins two inequalities that must both hold: x>-2 \text{ and } x<5.
+AND_OF_INEQUALITIES = r",? ?\\text ?\{ ?and ?\}(?=.*(?:[<>]|\\[lg]e))"
 # A list of letters, as the answer to a multiple choice: \text{A, D}.
 LETTERS = r"\\text ?\{((?:[A-Z], ?)+[A-Z])\}"
 # What separates thousands: 1 000, 1\,000, 11,\!111, 1{,}000, 1,000. A comma does so only where no
@@ -170,6 +195,11 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(EDGES), ""),
     (re.compile(SPACES), " "),
     (re.compile(TEXT_AROUND_ALL), r"\1"),
+    (re.compile(ORDINAL_END), ""),
+    (re.compile(NAME_OF_POINT), ""),
+    (re.compile(NO_SOLUTION), r"\\emptyset"),
+    (re.compile(ALL_REALS), r"(-\\infty,\\infty)"),
+    (re.compile(SET_BUILDER), r"\1"),
     (re.compile(POUNDS), "£"),
     (re.compile(EUROS), "€"),
     (re.compile(YEN), "¥"),
@@ -179,6 +209,7 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(HALF_OF_DAY), half_of_day),
     (re.compile(LETTER_FOR_TIMES), r"\\times "),
     (re.compile(EXPONENT), r"\\cdot10^{\1}"),
+    (re.compile(AND_OF_INEQUALITIES), r"\\land "),
     (re.compile(JOINING_WORD), ", "),
     (re.compile(LETTERS), r"\1"),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
@@ -205,6 +236,8 @@ def tidy(text: str) -> str:
 # ---- Pairs ---------------------------------------------------------------------------------------
 Pair = tuple[str, str]  # (answer, gold answer), both tidy and without their units
 
+# The months, and how they are shortened: march, mar.
+MONTHS = {name.lower() for name in (*calendar.month_name, *calendar.month_abbr) if name}
 # An answer that cannot have a unit: 42, -1.5, (3,4), 1/2.
 WITHOUT_WORDS = re.compile(r"[0-9 +\-*/.,:()\[\]]*")
 
@@ -216,11 +249,28 @@ def pairs_to_compare(box: str, gold: str, problem: str) -> list[Pair]:
     """
     box = tidy(box)
     gold = tidy(gold)
+    if date(box) and date(gold):
+        return [(date(box), date(gold))]
     has_words = WITHOUT_WORDS.fullmatch(box) is None or WITHOUT_WORDS.fullmatch(gold) is None
     if box == gold or not has_words or max(len(box), len(gold)) > MAX_CHARS:
         return [(box, gold)]
     values = values_to_compare(box, gold, problem)
     return [(in_one_font(given), in_one_font(right)) for given, right in values]
+
+
+def date(text: str) -> str:
+    r"""Returns the parts of a date in one order, as "14 mar" for \text{March }14, or "" if none."""
+    if len(text) > MAX_CHARS:
+        return ""
+    words = re.findall(r"[a-z0-9]+", re.sub(COMMAND, "", text).lower())
+    words = [word for word in words if word not in ("the", "of")]
+    months = [word for word in words if word in MONTHS]
+    if len(months) != 1:
+        return ""
+    numbers = [word for word in words if word.isdecimal()]
+    if not numbers or len(numbers) + 1 != len(words):
+        return ""
+    return " ".join([*sorted(numbers), months[0][:3]])
 
 
 def in_one_font(text: str) -> str:

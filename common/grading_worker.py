@@ -146,9 +146,16 @@ def sides_to_check(box: str) -> list[str]:
 
 @functools.lru_cache(maxsize=512)  # one gold answer meets a whole group of boxes
 def parse(text: str) -> list:
-    """Returns what math-verify reads in an answer: sympy values, the best first, or none."""
-    import math_verify
+    r"""Returns what math-verify reads in an answer: sympy values, the best first, or none.
 
+    It does not read the \land between two inequalities that must both hold.
+    """
+    import math_verify
+    import sympy
+
+    if "\\land" in text:
+        parts = [parse(part)[0] for part in text.split("\\land")]
+        return [sympy.And(*parts)]
     normalization = math_verify.parser.NormalizationConfig(
         malformed_operators=True, nits=True, units=False
     )
@@ -185,6 +192,8 @@ def compare(box: str, gold: str) -> bool:
         return False  # 42, 42 is not one answer
     if any(has_other_letters(value[0], right[0]) for value in values):
         return False  # 0\text{ wrong} is not 0
+    if is_solved(right[0]) and not all(is_solved(value[0]) for value in values):
+        return False  # x^2<4 may be the problem itself, to which -2<x<2 is the answer
 
     zeros = leading_zeros(right[0])
     decimals = re.findall(r"\.([0-9]{1,12})", gold)  # those of each number: 0672 of .0672
@@ -193,8 +202,8 @@ def compare(box: str, gold: str) -> bool:
     places = max([6 + zeros] + [len(digits) for digits in decimals])
     return all(
         math_verify.verify(
-            right,
-            value,
+            solution_set(right),
+            solution_set(value),
             float_rounding=places,
             numeric_precision=15 + zeros,
             timeout_seconds=None,
@@ -202,6 +211,49 @@ def compare(box: str, gold: str) -> bool:
         )
         for value in values
     )
+
+
+def inequalities_in(value: Any) -> tuple:
+    """Returns the inequalities that a value is made of, as those of x<-2, x>5, or none."""
+    import sympy
+    from sympy.core.relational import Relational
+
+    parts = value.args if isinstance(value, sympy.FiniteSet) else (value,)
+    for part in parts:
+        is_inequality = isinstance(part, (Relational, sympy.And))
+        if not is_inequality or isinstance(part, sympy.Equality):
+            return ()
+    return parts
+
+
+def is_solved(value: Any) -> bool:
+    """Returns whether an equation or inequalities say what a letter is: x=3, or -2<x<5.
+
+    Whatever is neither is solved, too, as the interval (-2,5).
+    """
+    import sympy
+    from sympy.core.relational import Relational
+
+    parts = (value,) if isinstance(value, sympy.Equality) else inequalities_in(value)
+    for part in parts:
+        for relation in part.atoms(Relational):
+            sides = sorted(relation.args, key=lambda side: side.is_number)
+            if not sides[0].is_Symbol or not sides[1].is_number:
+                return False
+    return True
+
+
+def solution_set(found: list) -> list:
+    """Returns what math-verify read, with inequalities in one letter as the numbers they allow.
+
+    So x<-2, x>5 is a union of two intervals, and 5>x>-2 is the same as -2<x<5.
+    """
+    import sympy
+
+    parts = inequalities_in(found[0])
+    if not parts or len(symbol_names(found[0])) != 1:
+        return found
+    return [sympy.Union(*[part.as_set() for part in parts]), *found[1:]]
 
 
 def is_list(value: Any) -> bool:
@@ -216,6 +268,8 @@ def has_other_letters(value: Any, right: Any) -> bool:
     math-verify takes words for factors, so 0\text{ wrong} would be 0.
     """
     others = symbol_names(value) - symbol_names(right)
+    if inequalities_in(value) and inequalities_in(right):
+        return bool(others)  # y<3 is not x<3
     if getattr(right, "is_number", False):
         return bool(symbol_names(getattr(value, "rhs", value)))
     return any(len(name) > 2 for name in others)

@@ -1,8 +1,10 @@
 r"""Answers as a strict marker would mark them: the problem, its gold answer, and the final answer.
 
-The lists were written before the rules of common/units.py, except for their last parts. The author
-of held_out_pairs.jsonl, with 60 right and 60 wrong answers, had not seen the rules, and its pairs
-were tried only once those were done: all right ones earned 1, and no wrong one.
+The lists were written before the rules of common/units.py, except for their last parts. The pairs
+of held_out_pairs.jsonl are by two authors who had not seen the rules. Those of the first, 60 right
+and 60 wrong ones, were tried once the rules were done: all right ones earned 1, and no wrong one.
+Of those of the second, 80 and 80, seven right ones were missed and no wrong one was paid. Six of
+the seven have rules since then. The last, a function by cases with the word "if", is not here.
 """
 
 # ruff: noqa: RUF001  (characters that look like others are tried here)
@@ -288,6 +290,29 @@ RIGHT = [
     (NO_PROBLEM, "3+4i", r"3+4\,\mathrm i"),
 ]
 
+# Inequalities, sets, ordinals, dates and names, written another way.
+RIGHT += [
+    (NO_PROBLEM, "-2<x<5", "5>x>-2"),
+    (NO_PROBLEM, "(-2,5)", r"x>-2 \text{ and } x<5"),
+    (NO_PROBLEM, r"(-\infty,-2)\cup(5,\infty)", r"x<-2 \text{ or } x>5"),
+    (NO_PROBLEM, r"x<-2 \text{ or } x>5", r"(-\infty,-2)\cup(5,\infty)"),
+    (NO_PROBLEM, r"(-\infty,3)\cup(3,\infty)", r"\{x \mid x\ne 3\}"),
+    (NO_PROBLEM, r"(-\infty,3]", r"\left\{x \in \mathbb{R} : x \le 3\right\}"),
+    (NO_PROBLEM, "a+b<3", "b+a<3"),
+    (NO_PROBLEM, r"(-\infty,\infty)", r"\mathbb{R}"),
+    (NO_PROBLEM, r"\mathbb{R}", r"x\in\mathbb R"),
+    (NO_PROBLEM, r"\mathbb{R}", r"\text{all real numbers}"),
+    (NO_PROBLEM, r"\text{no solution}", r"\emptyset"),
+    (NO_PROBLEM, r"\text{no solution}", r"\text{No real solutions}"),
+    (NO_PROBLEM, "y=2x-3", "y+3=2x"),
+    (NO_PROBLEM, "5", "5^{th}"),
+    (NO_PROBLEM, r"21\text{st}", "21"),
+    (NO_PROBLEM, "3", r"3^{\text{rd}}"),
+    (NO_PROBLEM, "(2,-1)", "P(2,-1)"),
+    (NO_PROBLEM, r"\text{March 14}", r"\text{March }14"),
+    (NO_PROBLEM, r"\text{July 4}", r"4\text{ July}"),
+]
+
 WRONG = [
     # words that are no unit
     ("How many are there?", "12", r"12\text{ thousandths}"),
@@ -508,6 +533,33 @@ WRONG = [
     ("A side is 5 cm and an angle 30 degrees. How long is the other in cm?", "4", r"4^\circ"),
     ("How many more pears are there?", "2", r"2\text{ fewer pears}"),
     ("How many times as much?", "3", r"3\text{ times less}"),
+]
+
+WRONG += [
+    # The problem's own inequality or equation is no solution of it.
+    ("Find all x with $x^2<4$.", "(-2,2)", "x^2<4"),
+    ("Find all x with $x^2<4$.", "-2<x<2", "x^2<4"),
+    ("Solve $|2x-3|<7$.", "(-2,5)", "|2x-3|<7"),
+    ("Solve $2x<6$.", r"(-\infty,3)", "2x<6"),
+    ("Solve $2x<6$.", r"(-\infty,3)", r"\{x : 2x<6\}"),
+    ("Solve $x+1=4$.", "x=3", "x+1=4"),
+    (NO_PROBLEM, "x<3", "y<3"),
+    (NO_PROBLEM, "x<3", r"x\le 3"),
+    (NO_PROBLEM, "x<3", "x<3, x>5"),
+    (NO_PROBLEM, r"(-2,\infty)", r"x>-2 \text{ and } x>5"),
+    (NO_PROBLEM, r"(-\infty,-2)\cup(5,\infty)", r"x \le -2 \text{ or } x>5"),
+    (NO_PROBLEM, r"(-\infty,-2)\cup(5,\infty)", "x>5"),
+    (NO_PROBLEM, r"\mathbb{R}", r"\mathbb{Z}"),
+    (NO_PROBLEM, r"\mathbb{R}", r"\mathbb{R}^2"),
+    (NO_PROBLEM, r"\mathbb{R}", r"\text{all real numbers except }3"),
+    (NO_PROBLEM, "0", r"\text{no solution}"),
+    (NO_PROBLEM, r"\text{no solution}", "0"),
+    (NO_PROBLEM, "12", r"12\text{ths}"),
+    (NO_PROBLEM, "(3,4)", "Q(4,3)"),
+    (NO_PROBLEM, "(3,4)", "f(3,4)"),
+    (NO_PROBLEM, r"\text{July 4}", r"\text{July 5}"),
+    (NO_PROBLEM, r"\text{July 4}", r"\text{June 4}"),
+    (NO_PROBLEM, r"\text{July 4}", "4"),
 ]
 
 
