@@ -227,10 +227,9 @@ def smollm2_rows() -> list[str]:
     for row in table(SMOLLM2):
         method = row["method"]
         accuracies = ends(f"{SMOLLM2}_runs", "SmolLM2", method)
-        each = [f"{accuracy:.3f}" for accuracy in accuracies]
         succeeded = [accuracy for accuracy in accuracies if accuracy > LEARNED_ABOVE]
         cells = [LABELS[method], row["rate"], learned(f"{SMOLLM2}_runs", "SmolLM2", method)]
-        cells += [", ".join(each), f"{sum(succeeded) / len(succeeded):.3f}"]
+        cells += [span(accuracies), f"{sum(succeeded) / len(succeeded):.3f}"]
         if method == "uniform (GRPO)":
             cells.append("")
         elif len(accuracies) == len(succeeded) > 1 and min(grpo[: len(accuracies)]) > LEARNED_ABOVE:
@@ -447,17 +446,48 @@ def end_over_grpo(method: str) -> str:
     return difference(find("headroom/table", method=method, rate="0.002"), "end")
 
 
-def of_quarters(figure: str, quarter: int, seeds: tuple[str, ...]) -> list[float]:
+def of_quarters(figure: str, quarter: int, seeds: list[str]) -> list[float]:
     """Returns a figure of GRPO's runs on SmolLM2 in a quarter of training, for each seed."""
     rows = [row for row in table(f"{SMOLLM2}_runs") if row["method"] == "uniform (GRPO)"]
     return [float(row[figure].split()[quarter]) for row in rows if row["seed"] in seeds]
 
 
-def fisher_p() -> float:
-    """Returns Fisher's two-sided p of OAR-G's learned runs against GRPO's, by counting."""
-    assert learned(f"{SMOLLM2}_runs", "SmolLM2", "oar_g") == "8 of 8"
-    assert learned(f"{SMOLLM2}_runs", "SmolLM2", "uniform (GRPO)") == "6 of 8"
-    return 2 * math.comb(8, 2) / math.comb(16, 2)  # both failures of 16 runs in one method of two
+def seeds_of_grpo(has_learned: bool) -> list[str]:
+    """Returns the seeds of GRPO's runs on SmolLM2 that learned, or not, if entropies are kept."""
+    rows = [row for row in table(f"{SMOLLM2}_runs") if row["method"] == "uniform (GRPO)"]
+    found = []
+    for row in rows:
+        end = float(row["accuracies"].split()[-1])
+        if row["entropies"] and (end > LEARNED_ABOVE) == has_learned:
+            found.append(row["seed"])
+    return found
+
+
+def counts(method: str) -> tuple[int, int]:
+    """Returns how many runs of a method on SmolLM2 learned, and how many there are."""
+    accuracies = ends(f"{SMOLLM2}_runs", "SmolLM2", method)
+    return sum(accuracy > LEARNED_ABOVE for accuracy in accuracies), len(accuracies)
+
+
+def fisher_p(method: str) -> float:
+    """Returns Fisher's two-sided p of a method's learned runs against GRPO's, by counting."""
+    own, runs = counts(method)
+    grpo, other_runs = counts("uniform (GRPO)")
+    learned_runs = own + grpo
+
+    def ways(count: int) -> int:
+        return math.comb(runs, count) * math.comb(other_runs, learned_runs - count)
+
+    possible = range(max(0, learned_runs - other_runs), min(runs, learned_runs) + 1)
+    as_rare = [ways(count) for count in possible if ways(count) <= ways(own)]
+    return sum(as_rare) / math.comb(runs + other_runs, learned_runs)
+
+
+def span(numbers: list[float], places: int = 3) -> str:
+    """Returns the smallest and the largest number: "0.021 to 0.938"."""
+    if len(numbers) == 1:
+        return f"{numbers[0]:.{places}f}"
+    return f"{min(numbers):.{places}f} to {max(numbers):.{places}f}"
 
 
 def smollm2_accuracies() -> tuple[list[float], list[float]]:
