@@ -289,23 +289,30 @@ EMBEDDED_DEFAULTS = {  # used instead for the tiny policies in common/
 
 
 # ---- Messages, and flags that are not here -------------------------------------------------------
-def say(message: object, limit: int | None = MAX_MESSAGE_LENGTH) -> None:
-    """Prints a line to standard error, above the progress bar, on the main process only.
+def say(
+    message: object, limit: int | None = MAX_MESSAGE_LENGTH, from_any_process: bool = False
+) -> None:
+    """Prints a line to standard error, above the progress bar.
 
-    Only a message of our own words needs no limit on its characters.
+    Only the main process speaks, unless the message may be one process's own. Only a message of
+    our own words needs no limit on its characters.
     """
     rank = os.environ.get("RANK", "0")
-    if rank.isdecimal() and int(rank) > 0:  # `check_ranks` refuses what is no number
+    is_main = not rank.isdecimal() or int(rank) == 0  # `check_ranks` refuses what is no number
+    if not is_main and not from_any_process:
         return
-    text = f"{SCRIPT.name}: {message}"[:limit]
+    speaker = SCRIPT.name if is_main else f"{SCRIPT.name}: process {rank}"
+    text = f"{speaker}: {message}"[:limit]
     with contextlib.suppress(OSError):  # nobody may be listening
         tqdm.write(printable(text), file=sys.stderr)
 
 
-def fail(message: object, limit: int | None = MAX_MESSAGE_LENGTH) -> NoReturn:
+def fail(
+    message: object, limit: int | None = MAX_MESSAGE_LENGTH, from_any_process: bool = False
+) -> NoReturn:
     """Ends the run with a sentence about the user's mistake: no stack trace, exit code 2."""
     words = str(message).split()  # another library's message may span lines
-    say("error: " + " ".join(words), limit)
+    say("error: " + " ".join(words), limit, from_any_process)
     sys.exit(2)
 
 
@@ -1375,7 +1382,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         torch.manual_seed(args.seed)  # so that every process has the same adapter
         model = add_adapter(args, base)
     except Exception as error:  # a damaged folder may raise anything
-        if "memory" in str(error):
+        if is_out_of_memory(error):
             raise
         adapter = args.start_adapter or f"LoRA on {' '.join(args.lora_target_modules)}"
         fail(f"cannot load {name} with {adapter}: {error}")
@@ -1483,7 +1490,7 @@ def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Ru
     model = load_policy(args, accelerator.device)
     if args.torch_compile:
         torch._dynamo.config.recompile_limit = 4096  # one for each layer, mode and adapter state
-        for layer in model.get_base_model().base_model.layers:
+        for layer in decoder_layers(model.get_base_model()):
             layer.compile(dynamic=True)  # lengths differ between micro-batches
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -1519,6 +1526,13 @@ def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Ru
     )
 
 
+def decoder_layers(base: transformers.PreTrainedModel) -> nn.ModuleList:
+    """Returns the layers of a model, whatever its family calls the list of them."""
+    count = base.config.get_text_config().num_hidden_layers
+    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
+    return next(layers for layers in lists if len(layers) == count)
+
+
 def stop_token_ids(model: PeftModel, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
     """Returns all token ids that end a completion. Nothing else in a generation config is used."""
     configured = model.generation_config.eos_token_id  # an id, a list of ids or None
@@ -1540,12 +1554,19 @@ def check_model(run: Run, train_set: ProblemSet) -> None:
     except Exception as error:  # a model family's code may raise anything
         # The embedded policy is known to run. There, and where the error comes from the CREDIT
         # region, the mistake is in the code: show it.
-        if "memory" in str(error) or name == TINY_POLICY or is_raised_by_credit(error):
+        is_known = is_out_of_memory(error) or name == TINY_POLICY
+        if is_known or is_raised_by_credit(error):
             raise
         fail(f"{name} does not run here: {type(error).__name__}: {error}")
     tolerance = 1e-3 if run.args.dtype == "float32" else 0.1
     if not gap < tolerance:  # true for NaN, too
         fail(f"{name} is not supported: its log-probs here are {gap:.2g} nats off its own")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether an error says that the memory of a GPU or of this machine is used up."""
+    phrases = ("out of memory", "not enough memory", "allocate memory")
+    return any(phrase in str(error) for phrase in phrases)
 
 
 def is_raised_by_credit(error: Exception) -> bool:
@@ -1807,7 +1828,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         fail(f"unknown argument {unknown[0][:MAX_ARGUMENT_LENGTH]}: a flag begins with --")
     start_adapter, adapter_defaults = find_adapter(args.model_name_or_path, args.model_revision)
     name = adapter_defaults.get("model_name_or_path", args.model_name_or_path)
-    if Path(name).resolve().parent == Path(TINY_POLICY).parent:
+    if Path(name).resolve().parent == Path(TINY_POLICY).resolve().parent:
         parser.set_defaults(**EMBEDDED_DEFAULTS)
         args, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     for declared in fields(args):
@@ -1958,6 +1979,8 @@ def train_and_report(run: Run, train_set: ProblemSet, held_out: ProblemSet) -> N
 
     with run.stop_request.listening():
         resume(run)
+        if len(set(gather_object([run.step]))) > 1:
+            fail("processes resume at different steps: put --output_dir where all can read it")
         log = start_log(accelerator, asdict(args), run.step)
         is_main = accelerator.is_main_process
         with run.grader, tqdm(total=args.max_steps, initial=run.step, disable=not is_main) as bar:
@@ -1981,14 +2004,17 @@ def main() -> None:
     try:
         run_to_the_end(args)
     except (DataError, RewardError, SafetensorError, OSError) as error:
-        fail(error)
+        # Before processes meet, each has the same error. After that it may be one process's own.
+        fail(error, from_any_process=torch.distributed.is_initialized())
     except KeyboardInterrupt:  # before the run listens to signals, so nothing needs saving
         sys.exit(128 + signal.SIGINT)
     except RuntimeError as error:
-        if "memory" not in str(error):  # not that of a GPU or this machine
+        if not is_out_of_memory(error):
             raise
         smaller = "a smaller --per_device_train_batch_size, --rollout_weights quantized"
-        fail(f"out of memory: in this order, try --gradient_checkpointing True, {smaller}")
+        advice = f"in this order, try --gradient_checkpointing True, {smaller}"
+        is_one_of_many = torch.distributed.is_initialized()
+        fail(f"out of memory: {advice}", from_any_process=is_one_of_many)
     if world_size() > 1:
         sys.stdout.flush()
         os._exit(0)  # the destructors of gloo's threads may hang

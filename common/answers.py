@@ -102,6 +102,8 @@ ORDINAL_END = (
     rf"(?<=[0-9])(?:{ORDINAL}(?![a-zA-Z])"
     rf"| ?\^? ?(?:\{{ ?{ORDINAL} ?\}}|{ORDINAL_TEXT}|\{{ ?{ORDINAL_TEXT} ?\}}))"
 )
+# What only says that something was added up: 72\text{ in total}, 72 altogether.
+IN_TOTAL = r"(?<=[0-9]) ?(?:\\text ?\{)? ?(?:in total|in all|total|altogether) ?\}?$"
 # The name of a point before its coordinates: P(2,-1).
 NAME_OF_POINT = r"^[A-Z] ?(?=(?:\\left ?)?\([^()]*,[^()]*\)$)"
 # An empty set in words: \text{no solution}, \text{No real solutions}.
@@ -130,6 +132,7 @@ FUNCTION_IN_FONT = (
 EDGES = (
     rf"^(?:{GAP}|[$≈]|\\(?:approx|displaystyle)(?![a-zA-Z]))+"  # at the beginning
     rf"|(?:{GAP}|(?<!\\)[$.])+$"  # at the end; \$ is a dollar sign and stays
+    r"|\.(?= ?\}$)"  # at the end of a text: \text{C.}
 )
 # What is a space to a reader: "40  2", "40~2", "40\text{ }2", "40$2", "5'10". Math-verify fails on
 # two spaces and drops the others, so that 5'10 would be 510.
@@ -196,6 +199,7 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(SPACES), " "),
     (re.compile(TEXT_AROUND_ALL), r"\1"),
     (re.compile(ORDINAL_END), ""),
+    (re.compile(IN_TOTAL), ""),
     (re.compile(NAME_OF_POINT), ""),
     (re.compile(NO_SOLUTION), r"\\emptyset"),
     (re.compile(ALL_REALS), r"(-\\infty,\\infty)"),
@@ -298,13 +302,25 @@ def quick_verdict(box: str, gold: str) -> float | None:
         return 1.0
     if max(len(box), len(gold)) > MAX_CHARS or says_more(box, gold):
         return 0.0
-    if WORDS.fullmatch(box) and WORDS.fullmatch(gold):
+    if is_words(box) and is_words(gold):
         return float(words_alone(box) == words_alone(gold))
     if ":" in box + gold and RATIO.fullmatch(box) and RATIO.fullmatch(gold):
         return float(is_same_ratio(box, gold))
     if INTEGER.fullmatch(box) and INTEGER.fullmatch(gold):
         return float(int(box) == int(gold))
     return None
+
+
+def is_words(text: str) -> bool:
+    """Returns whether an answer is words, as Even or \\text{no solution}, and no formula, as p - q.
+
+    A single letter may be a variable or a choice, except the article of "a circle".
+    """
+    words = words_alone(text)
+    has_sign = text.startswith("-")
+    return (
+        WORDS.fullmatch(text) is not None and not has_sign and min(map(len, words), default=0) > 1
+    )
 
 
 def words_alone(text: str) -> list[str]:

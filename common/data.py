@@ -22,6 +22,7 @@ from common.problems import (
     Problem,
     chain_problems,
     first_error,
+    has_right_steps,
     random_chain,
     stated_results,
     token_roles,
@@ -526,7 +527,7 @@ def correctness(grader: Grader, texts: Sequence[str], problems: Sequence[Problem
     prompts = [problem.prompt for problem in problems]
     verdicts = list(grader.grade(texts, golds, prompts))
     for row, (text, problem) in enumerate(zip(texts, problems, strict=True)):
-        if problem.steps and first_error(text, problem) is not None:
+        if not has_right_steps(text, problem):
             verdicts[row] = 0.0
     return verdicts
 

@@ -114,7 +114,8 @@ def chain_problems(
 
 
 # ---- The steps of a solution ---------------------------------------------------------------------
-NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")  # 42, -7, 11.5
+# 42, -7, 11.5, 1,200
+NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 SENTENCE_END = re.compile(r"\.(?![0-9])")  # a full stop, but not the decimal point of 11.5
 
 
@@ -139,11 +140,18 @@ def stated_results(text: str, num_steps: int, opening: int = 1) -> list[tuple[in
     return spans[opening:]
 
 
+def has_right_steps(text: str, problem: Problem) -> bool:
+    """Returns whether a solution states the right result of every step; its box is not read."""
+    spans = stated_results(text, len(problem.steps), problem.opening)
+    stated = [text[begin:end].replace(",", "") for begin, end in spans]
+    return stated == [str(step) for step in problem.steps]
+
+
 def first_error(text: str, problem: Problem) -> int | None:
     """Returns the place of the first character that differs from a right result or answer.
 
-    That is a step's result, or the answer in the box. If the text ends where something was due, the
-    place is `len(text)`. Returns None if everything is right.
+    That is a step's result, or the answer in the box, written as the data have it. If the text ends
+    where something was due, the place is `len(text)`. Returns None if everything is right.
     """
     end_of_text = (len(text), len(text))
     stated = stated_results(text, len(problem.steps), problem.opening)

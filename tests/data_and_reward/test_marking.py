@@ -311,6 +311,14 @@ RIGHT += [
     (NO_PROBLEM, "(2,-1)", "P(2,-1)"),
     (NO_PROBLEM, r"\text{March 14}", r"\text{March }14"),
     (NO_PROBLEM, r"\text{July 4}", r"4\text{ July}"),
+    ("How many did they sell?", "72", r"72\text{ in total}"),
+    ("How many did they sell?", "72", r"72\text{ altogether}"),
+    # single letters, which are variables or choices
+    (NO_PROBLEM, "A", r"\textbf{(A)}"),
+    (NO_PROBLEM, r"\text{(C)}", r"\text{C.}"),
+    (NO_PROBLEM, "B, C, D", r"\text{B}, \text{C}, \text{D}"),
+    (NO_PROBLEM, "p - q", "-q+p"),
+    (NO_PROBLEM, r"\text{a circle}", r"\text{Circle}"),
 ]
 
 WRONG = [
@@ -560,6 +568,23 @@ WRONG += [
     (NO_PROBLEM, r"\text{July 4}", r"\text{July 5}"),
     (NO_PROBLEM, r"\text{July 4}", r"\text{June 4}"),
     (NO_PROBLEM, r"\text{July 4}", "4"),
+    # A sign, another letter or another choice is not nothing.
+    (NO_PROBLEM, "p - q", "-p - q"),
+    (NO_PROBLEM, "p - q", "p, q"),
+    (NO_PROBLEM, "x", "-x"),
+    (NO_PROBLEM, "n", "a-n"),
+    (NO_PROBLEM, "i", "-i"),
+    (NO_PROBLEM, "-i", "i"),
+    (NO_PROBLEM, "b", "a b"),
+    (NO_PROBLEM, "c-a", "a-c"),
+    (NO_PROBLEM, "A", "-"),
+    (NO_PROBLEM, "A", "()"),
+    (NO_PROBLEM, "A", "the"),
+    (NO_PROBLEM, "B", "A, B"),
+    (NO_PROBLEM, r"\text{(C)}", r"\text{(A), (C)}"),
+    (NO_PROBLEM, "B, C, D", "A, B, C, D"),
+    (NO_PROBLEM, r"\text{even}", r"-\text{even}"),
+    ("How many did they sell?", "72", r"72\text{ in}"),
 ]
 
 
