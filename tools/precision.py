@@ -175,9 +175,15 @@ def rollout_rows(run: grpo_arca.Run, micro: grpo_arca.Batch) -> list[dict[str, A
 
 # ---- The credit ----------------------------------------------------------------------------------
 def spearman(a: Tensor, b: Tensor) -> float:
-    """Returns the rank correlation of two tensors [n]."""
-    ranks = [x.argsort().argsort().double() - (len(x) - 1) / 2 for x in (a, b)]
-    return ((ranks[0] * ranks[1]).sum() / ranks[0].square().sum()).item()
+    """Returns the rank correlation of two tensors [n], neither of which is constant."""
+    return torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1].item()
+
+
+def ranks(x: Tensor) -> Tensor:
+    """Returns the rank [n] of each number. Equal numbers share the mean of their ranks."""
+    smaller = (x[None] < x[:, None]).sum(1)
+    equal = (x[None] == x[:, None]).sum(1)  # itself among them
+    return smaller + (equal - 1).double() / 2
 
 
 def tf32(x: Tensor) -> Tensor:
@@ -276,13 +282,14 @@ def credit_rows(
         for precision, made in scores.items():
             exact = scores["fp32"]
             is_scored = micro.mask & (exact >= 0)
-            ranks = [
+            correlations = [
                 spearman(a[scored], b[scored])
                 for a, b, scored in zip(exact, made, is_scored, strict=True)
-                if scored.sum() > 3
+                if scored.sum() > 3 and len(a[scored].unique()) > 1
             ]
-            row = {"what": f"{credit} in {precision}", "rank": sum(ranks) / len(ranks)}
-            rows.append(row | {"worst": min(ranks), "seconds": seconds[precision]})
+            mean = sum(correlations) / len(correlations)
+            row: dict[str, Any] = {"what": f"{credit} in {precision}", "rank": mean}
+            rows.append(row | {"worst": min(correlations), "seconds": seconds[precision]})
     return rows
 
 

@@ -44,9 +44,8 @@ more figures: `aligned`, which is worth * direction^2, and `cosine`, of the grad
 with the mean gradient of the others under plain GRPO.
 
 Of each gradient, --coordinates are kept, the same random ones in every batch (all, if there are no
-more); results/README.md says what that does to the figures. The command resumes. With another
-script, adapter, model or data it measures again. Its files are in runs/worth/ and take 4 bytes for
-each coordinate, method and batch.
+more). The command resumes. With another script, reward function, adapter, model or data it measures
+again. Its files are in runs/worth/ and take 4 bytes for each coordinate, method and batch.
 """
 
 import argparse
@@ -54,6 +53,7 @@ import contextlib
 import csv
 import hashlib
 import importlib.util
+import inspect
 import math
 import multiprocessing
 import os
@@ -80,7 +80,7 @@ from torch import Tensor
 
 import grpo_arca as trainer
 from common.data import DataError, load_data
-from common.reward import RewardError
+from common.reward import RewardError, load_reward_funcs
 
 UNIFORM = "uniform (GRPO)"
 HALF = "half of the groups"
@@ -88,6 +88,7 @@ PLAIN_FLAGS = ["--credit", "uniform", "--negative_weight", "1"]
 SEED = ["--seed", "99"]  # no training run of ours has it
 # The flags of all scripts that a method may set. Any other would make other batches.
 OWN_FLAGS = {"credit", "sharpening", "score_in_fp32", "negative_weight", "loss_type"}
+OWN_FLAGS |= {"epsilon", "epsilon_high"}  # at a ratio of 1 nothing is clipped
 OWN_FLAGS |= {"output_dir", "run_name"}
 PRINTED_FIGURES = ("worth", "adam", "completions", "direction")
 OTHER_DIRECTION = 0.9  # a cosine below this is more than 25 degrees off
@@ -151,11 +152,22 @@ def prepare(flags: tuple[str, ...], adapter: str | None) -> tuple[trainer.Run, t
     tokenizer, train_set, _ = load_data(args)
     run = trainer.build_run(args, tokenizer)
     if adapter is not None:
-        weights = load_file(Path(adapter) / "adapter_model.safetensors")
-        unknown = set_peft_model_state_dict(run.model, weights).unexpected_keys
-        if unknown:
-            raise ValueError(f"{adapter} is not of this model: it has {unknown[0]}")
+        load_adapter(run, adapter)
     return run, train_set
+
+
+def load_adapter(run: trainer.Run, adapter: str) -> None:
+    """Loads the weights of an adapter's folder into a run whose adapter has the same shape."""
+    weights = load_file(Path(adapter) / "adapter_model.safetensors")
+    unknown = set_peft_model_state_dict(run.model, weights).unexpected_keys
+    if unknown:
+        raise ValueError(f"{adapter} is not of this model: it has {unknown[0]}")
+    if len(weights) != len(trained_parameters(run)):
+        raise ValueError(f"{adapter} adapts other layers: give its --lora_target_modules after --")
+    _, saved = trainer.find_adapter(adapter, "main")
+    for name in ("lora_r", "lora_alpha"):
+        if saved.get(name) != getattr(run.args, name):
+            raise ValueError(f"{adapter} has --{name} {saved.get(name)}: give that after --")
 
 
 def trained_parameters(run: trainer.Run) -> list[torch.nn.Parameter]:
@@ -570,7 +582,10 @@ def measure_all(
 ) -> list[Measured]:
     """Measures the batches that are not there yet, and returns them all."""
     args = check(methods, flags)
-    made_of = (trainer.__file__, options.adapter, args.model_name_or_path, args.dataset_name)
+    functions = load_reward_funcs(args.reward_funcs).values()
+    sources = [inspect.getsourcefile(function) for function, _ in functions if function is not None]
+    made_of = (trainer.__file__, str(ROOT / "common"), *sources)
+    made_of += (options.adapter, args.model_name_or_path, args.dataset_name)
     name = repr((flags, options.adapter, options.coordinates, stamps(*made_of)))
     folder = options.folder / digest(name.encode())
     paths = [folder / f"{batch}.pt" for batch in range(options.batches)]

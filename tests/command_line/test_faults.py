@@ -146,13 +146,41 @@ def test_out_of_memory_is_a_sentence_with_three_flags(run_main, rows_of, monkeyp
     assert code == 0 and [row["step"] for row in rows_of()] == [1, 2, 3], err
 
 
-def test_another_runtime_error_is_not_taken_for_that(run_main, monkeypatch):
+@pytest.mark.parametrize(
+    "words", ["shapes do not match", "more than one element refers to a single memory location"]
+)
+def test_another_runtime_error_is_not_taken_for_that(run_main, monkeypatch, words):
     def collect(*_):
-        raise RuntimeError("shapes do not match")
+        raise RuntimeError(words)
 
     monkeypatch.setattr(trainer, "collect", collect)
-    with pytest.raises(RuntimeError, match="shapes do not match"):
+    with pytest.raises(RuntimeError, match=words):
         run_main()
+
+
+@pytest.mark.parametrize("have_met", [True, False])
+def test_an_error_of_one_process_among_many_is_said(monkeypatch, capsys, have_met):
+    """Before the processes meet, all have the same error, and the main process says it."""
+
+    def run_to_the_end(_):
+        raise trainer.RewardError("my.f failed")
+
+    monkeypatch.setattr(trainer, "run_to_the_end", run_to_the_end)
+    monkeypatch.setattr(sys, "argv", ["grpo_arca.py"])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: have_met)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as stopped:
+        trainer.main()
+    said = "grpo_arca.py: process 1: error: my.f failed\n"
+    assert stopped.value.code == 2 and capsys.readouterr().err == (said if have_met else "")
+
+
+def test_processes_that_find_different_checkpoints_do_not_go_on(run_main, monkeypatch):
+    """As on two machines that share no disk."""
+    monkeypatch.setattr(trainer, "gather_object", lambda steps: [*steps, steps[0] + 1])
+    code, _, err = run_main()
+    assert code == 2 and "put --output_dir where all can read it" in error_line(err)
 
 
 @pytest.mark.parametrize("function", ["load_policy", "sample"])

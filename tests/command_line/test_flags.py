@@ -208,6 +208,16 @@ def test_a_script_copied_without_common(script, tmp_path):
     assert stopped.value.code == f"copy common/ to {tmp_path}, too"
 
 
+def test_a_script_beside_a_link_to_common_has_the_defaults_of_the_embedded_policy(tmp_path):
+    shutil.copy(ROOT / "grpo_arca.py", tmp_path / "my_fork.py")
+    (tmp_path / "common").symlink_to(ROOT / "common")
+    spec = importlib.util.spec_from_file_location("my_fork", tmp_path / "my_fork.py")
+    fork = importlib.util.module_from_spec(spec)
+    sys.modules["my_fork"] = fork
+    spec.loader.exec_module(fork)
+    assert fork.parse_args([]).lora_r == fork.EMBEDDED_DEFAULTS["lora_r"] == 8
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_tracker_that_is_not_installed(script, monkeypatch, capfd):
     module = importlib.import_module(script)

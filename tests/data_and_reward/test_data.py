@@ -478,6 +478,16 @@ def test_steps_that_a_data_set_names_must_be_stated(text, wrong):
     assert marked == ([] if wrong is None else [min(wrong, len(text) - 1)])
 
 
+@pytest.mark.parametrize("box", [" 1200 ", "1,200", "1200.", "\\$1200", "1200\\text{ in total}"])
+@pytest.mark.parametrize("step", ["1200", "1,200", "1,200.0", "-1,200", "11,200", "1,2000"])
+def test_steps_and_answers_may_be_written_with_commas_and_the_box_as_the_grader_has_it(box, step):
+    problem = Problem("700 + 500", "1200", (1200,), opening=0)
+    text = f"700 + 500 = {step}. \\boxed{{{box}}}"
+    with Grader() as grader:
+        expected = float(step in ("1200", "1,200"))
+        assert data.correctness(grader, [text], [problem]) == [expected]
+
+
 @pytest.mark.parametrize("steps", [None, 2, "12, 8", ["12", "8"], [12.0], [{"a": 1}], []])
 def test_what_else_a_column_of_that_name_holds_is_no_steps(steps):
     row = {"problem": "7 + 5 - 4", "answer": "8", "steps": steps}

@@ -15,6 +15,16 @@ def test_tf32_keeps_ten_bits_after_the_point() -> None:
     assert precision.tf32(numbers).tolist() == expected
 
 
+def test_ranks_of_equal_numbers_are_shared() -> None:
+    """By hand; ties count neither for nor against. SciPy gives the same -0.08."""
+    assert precision.ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [2.5, 0.0, 2.5, 1.0]
+    first, last = torch.zeros(40), torch.zeros(40)
+    first[:3] = torch.tensor([1.0, 2.0, 3.0])
+    last[-3:] = torch.tensor([1.0, 2.0, 3.0])
+    assert precision.spearman(first, last) == pytest.approx(-0.081, abs=1e-3)
+    assert precision.spearman(first, first) == pytest.approx(1)
+
+
 def test_a_linear_layer_in_tf32_and_its_gradient_are_those_of_rounded_numbers() -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(2, 3, 40), torch.randn(5, 40), torch.randn(5)

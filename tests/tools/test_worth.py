@@ -197,6 +197,46 @@ def test_another_adapter_in_the_same_folder_makes_other_batches(
     assert first == again and len(first | retrained) == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--lora_alpha", "64"], "has --lora_alpha 16: give that after --"),
+        (["--lora_target_modules", "q_proj"], "it has "),
+    ],
+)
+def test_an_adapter_of_another_shape_is_refused(adapter, flags, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        worth.prepare((*SMALL, *flags), str(adapter))
+
+
+def test_an_adapter_of_fewer_layers_is_refused(make_run, tmp_path):
+    make_run(lora_target_modules="q_proj").model.save_pretrained(tmp_path / "few")
+    with pytest.raises(ValueError, match="give its --lora_target_modules after --"):
+        worth.prepare(SMALL, str(tmp_path / "few"))
+
+
+def test_an_edited_reward_function_makes_other_batches(monkeypatch, tmp_path):
+    source = tmp_path / "my_rewards.py"
+    source.write_text("def length(completions, **kwargs): return [len(c) for c in completions]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(worth, "run_all", lambda *_: None)
+    monkeypatch.setattr(worth, "load", lambda path: asked.append(path.parent) or {})
+    words = ["--batches", "4", "--folder", str(tmp_path), "--", *SMALL]
+    options, flags = worth.parse_options([*words, "--reward_funcs", "my_rewards.length"])
+    folders = []
+    for _ in range(2):
+        asked = []
+        worth.measure_all(options, {}, flags)
+        folders += asked[:1]
+        source.write_text(source.read_text() + "  # longer is better\n")
+    assert folders[0] != folders[1]
+
+
+def test_a_clip_range_of_its_own_is_no_other_batch():
+    command = "grpo_strace.py --credit gspo --epsilon 3e-4 --epsilon_high 4e-4"
+    worth.check({"gspo": command}, SMALL)
+
+
 @pytest.mark.slow
 def test_a_method_of_ones_own_is_measured_once_and_again_when_it_changes(
     monkeypatch, capfd, tmp_path

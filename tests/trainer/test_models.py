@@ -296,6 +296,15 @@ def test_experts_are_refused_in_4_bits_and_right_without(save_model, family, cap
     check_all(start(folder, load_in_4bit=False), family)
 
 
+@pytest.mark.parametrize("family", ["falcon", "gemma3", "gpt2", "gpt_neox", "gptj", "llama", "opt"])
+def test_the_layers_to_compile_are_those_with_the_adapter(save_model, family):
+    run = start(save_model(family))
+    layers = grpo_arca.decoder_layers(run.model.get_base_model())
+    compiled = {id(p) for layer in layers for p in layer.parameters()}
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    assert trained and all(id(p) in compiled for p in trained)
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_refused_with_a_sentence(save_model, family, capsys):
     folder, (_, targets, word) = save_model(family), REFUSED[family]
