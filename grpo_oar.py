@@ -3,7 +3,7 @@
     accelerate launch grpo_oar.py                         # embedded tiny policy and task, on a CPU
     accelerate launch grpo_oar.py --credit oar_p          # one more forward pass for every token
     accelerate launch grpo_oar.py --credit uniform        # plain GRPO, the baseline
-    accelerate launch grpo_oar.py --model_name_or_path Qwen/Qwen3-1.7B --dataset_name openai/gsm8k
+    accelerate launch grpo_oar.py --model_name_or_path Qwen/Qwen3-1.7B ...   # as in README.md
 
 GRPO (arXiv 2402.03300) samples a group of completions for each prompt. The advantage A_i of a
 completion is its reward minus the group's mean, over the group's standard deviation, and each of

@@ -3,7 +3,7 @@
     accelerate launch grpo_strace.py                      # embedded tiny policy and task, on a CPU
     accelerate launch grpo_strace.py --credit uniform     # plain GRPO, the baseline
     accelerate launch grpo_strace.py --credit gspo --epsilon 3e-4 --epsilon_high 4e-4
-    accelerate launch grpo_strace.py --model_name_or_path Qwen/Qwen3-4B --dataset_name openai/gsm8k
+    accelerate launch grpo_strace.py --model_name_or_path Qwen/Qwen3-1.7B ...   # as in README.md
 
 GRPO (arXiv 2402.03300) samples a group of completions for each prompt. The advantage A_i of a
 completion is its reward minus the group's mean, over the group's standard deviation. The ratio

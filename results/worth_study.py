@@ -18,10 +18,11 @@ wrong on 8 operations even greedily. Beside the methods of the scripts stand
     wrong only       weights for completions with a negative advantage, and 1 for the others
     optimal token baseline   a group's mean weighed by how long gradients are (arXiv 2602.07078)
     other samples    uniform credit on other problems and samples: the null test, whose worth is 1
-    oracles          which know the task (step_values.py): the advantage of each step on the digits
-                     that state it, or on all its tokens; GRPO's advantage on the first wrong token
-                     alone where there is one, else on the digits of all results; on those digits
-                     always; and a step's value over the baseline of least variance
+    oracles          five, which know the task (step_values.py). Two give each step's advantage to
+                     the digits that state it, or to all tokens of the step. One gives GRPO's
+                     advantage to the first wrong token, or, if there is none, to the digits of all
+                     results. One always gives it to those digits. The last uses the baseline of
+                     least variance
 
 Gradients are kept in runs/worth_study/, 7 MB a batch. The table is <--output>.csv and the figure
 <--output>.png.

@@ -9,8 +9,8 @@
     python tools/bench.py --shape 1.7B grpo_arca --credit arca --idle 0.5 --against ../before
 
 Flags after `--` go to the scripts. Each repeat runs one step of every method, in turn, on the same
-prompts, policy and adapter. A machine whose speed drifts so slows all alike, and ratios are taken
-within a repeat. Printed are medians, with quartiles in brackets.
+prompts, policy and adapter. If the speed of the machine drifts, all methods slow down alike. Ratios
+are taken within a repeat. The table shows medians, with quartiles in brackets.
 
 `--trl` adds to each repeat a step of TRL's GRPOTrainer with the same checkpoint, NF4, LoRA,
 prompts, batch and rewards. With `--trl_continuous` TRL samples by transformers' continuous

@@ -4,9 +4,9 @@
     python tools/gpu_proof.py kill profile          # these parts alone, again
     python tools/gpu_proof.py --small               # in small on a CPU: does the command work?
 
-Each part has processes of its own and a time limit: its seconds below, 1,920 in all, and what those
-before it left of theirs, but never more than ten minutes. A part that fails or takes too long ends
-alone. The next call does it again, but not a part that is done. <folder>/<part>/output.txt has all
+Each part has processes of its own and a time limit: the seconds below, 1,920 in all, plus what
+earlier parts did not use, and at most ten minutes. If a part fails or takes too long, the others
+still run. The next call repeats it, and skips what is done. <folder>/<part>/output.txt has all
 that it printed. After each part results/data/gpu_proof/gpu.json and the last section of
 results/COSTS.md are written anew: measured, goal, whether it holds, and the card and the versions
 that it was measured with. Without a GPU nothing holds: it is "skipped: no GPU", and both files are

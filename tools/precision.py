@@ -1,8 +1,11 @@
 """Measures what bf16 does to the sampled policy and to the credit, on any model.
 
     python tools/precision.py                     # the embedded policy in bf16, a minute
-    python tools/precision.py --updates 10 --write smollm2 -- --model_name_or_path ~/smollm2 \\
-        --dataset_name sums.jsonl --max_completion_length 32 --learning_rate 1e-5
+    python tools/precision.py --updates 10 --write smollm2 -- SMOL --max_completion_length 32 \\
+        --learning_rate 1e-5 --per_device_train_batch_size 16 --gradient_accumulation_steps 2
+
+SMOL stands for `--model_name_or_path smollm2 --dataset_name smollm2/sums.jsonl
+--gradient_checkpointing False`, of the folder that tools/smollm2.py makes.
 
 Flags after `--` are grpo_arca.py's. A policy in bf16 takes updates by plain GRPO. Then the
 completions of one more rollout are looked at, and the same adapter on the same NF4 weights in fp32

@@ -436,9 +436,19 @@ def thread_seconds() -> tuple[str, str]:
 
 
 def percentages(accuracies: list[float]) -> str:
-    """Returns "8.0%, 8.3%, 9.7% and 9.4%"."""
-    *most, last = [f"{100 * accuracy:.1f}%" for accuracy in accuracies]
-    return f"{', '.join(most)} and {last}"
+    """Returns the smallest and the largest share: "8.0% to 11.5%"."""
+    return f"{100 * min(accuracies):.1f}% to {100 * max(accuracies):.1f}%"
+
+
+def of_smollm2(method: str) -> str:
+    """Returns how many runs of a method on SmolLM2 learned: "6 of 8"."""
+    return learned(f"{SMOLLM2}_runs", "SmolLM2", method)
+
+
+def four_updates_share() -> str:
+    """Returns the share of GRPO's rollouts of "right answers only" with four updates a rollout."""
+    row = find("headroom/table", method="right answers only, four updates")
+    return shown_share(row)
 
 
 def end_over_grpo(method: str) -> str:
@@ -514,7 +524,7 @@ def ratios() -> list[str]:
     """Returns the ends of the rows of the README's table of methods: the time of a step."""
     rows = {row["credit"]: row["ratio"] for row in table("step_times/table")}
     faithful = {
-        "arca": "exact",
+        "arca": "scores and weights exact; the clipped ratio is ours",
         "oar_g": "the prompt that asks for the answer is ours",
         "oar_p": "the same | the same",
         "s_trace": "a reconstruction: only the abstract is public",
@@ -524,7 +534,11 @@ def ratios() -> list[str]:
 
 def headroom_share(method: str) -> str:
     """Returns the share of GRPO's rollouts that a method needs where the policy is wrong."""
-    row = find("headroom/table", method=method, rate="0.002")
+    return shown_share(find("headroom/table", method=method, rate="0.002"))
+
+
+def shown_share(row: Row) -> str:
+    """Returns a share of rollouts with its interval: "0.54 (0.41 to 0.73)"."""
     share, low, high = (float(row[key]) for key in ("share", "share_low", "share_high"))
     return f"{share:.2f} ({low:.2f} to {high:.2f})"
 
@@ -548,11 +562,16 @@ def readme_sentences() -> list[str]:
         f"at the end by {size_difference('16')} with 16 completions a rollout, and by "
         f"{size_difference('128')} with 128.",
         f"reaches GRPO's end after {headroom_share('least variance')} of its rollouts",
-        f"reached GRPO's end after {headroom_share('right answers only')} of its rollouts",
+        f"It reached GRPO's end after {headroom_share('right answers only')} of its rollouts, and "
+        f"on sixteen seeds with four updates a rollout after {four_updates_share()}.",
+        f"ARCA ended {size(chains('arca'), 'end')} below GRPO.",
         f"it ends {right} above GRPO on sixteen seeds.",
-        f"they learned in {learned(f'{SMOLLM2}_runs', 'SmolLM2', 'right alone')} runs, and so did "
-        f"GRPO in {learned(f'{SMOLLM2}_runs', 'SmolLM2', 'uniform (GRPO)')}.",
-        f"rises from {percentages(before)} to {percentages(after)}.",
+        f"With SmolLM2, a real language model, {of_smollm2('right alone')} runs with this flag "
+        f"learned, and {of_smollm2('uniform (GRPO)')} of GRPO.",
+        f"Of runs with seeds 1 to {len(after)}, {of_smollm2('uniform (GRPO)')} learned: sampled "
+        f"accuracy on 36 held-out problems was {percentages(before)} before training and "
+        f"{percentages([end for end in after if end > LEARNED_ABOVE])} after it.",
+        f"The others ended at {percentages([end for end in after if end <= LEARNED_ABOVE])}.",
         f"seven minutes of one core and {peak} GiB of memory",
         f"is {interval(mine, 'completions')} for `my_method.py` and "
         f'{interval(surprisal, "completions")} for surprisal. The verdict on both is "{verdict}"',
@@ -593,13 +612,14 @@ def results_sentences() -> list[str]:
     cooler = untrained("chains of 8 operations, nearly right", "0.3")
     default = untrained("chains of 3 to 4 operations")
     before, _ = smollm2_accuracies()
-    low, high = exact_interval(6, 8)
-    failed = ("6", "7")
+    low, high = exact_interval(*counts("uniform (GRPO)"))
+    learned_seeds, failed_seeds = seeds_of_grpo(True), seeds_of_grpo(False)
     equal = [
-        "{:.2f} and {:.2f}".format(*of_quarters("zero_std_shares", quarter, failed))
+        span(of_quarters("zero_std_shares", quarter, which), 2)
+        for which in (failed_seeds, learned_seeds)
         for quarter in (0, -1)
     ]
-    entropies = [f"{entropy:.3f}" for entropy in of_quarters("entropies", -1, ("7", "8"))]
+    entropies = [span(of_quarters("entropies", -1, s)) for s in (failed_seeds, learned_seeds)]
     methods = ["GRPO", "right answers only", "ARCA", "S-trace"]
     one = seeds([*methods, "OAR-G"])
     four = seeds([f"{method}, four updates" for method in methods])
@@ -625,10 +645,11 @@ def results_sentences() -> list[str]:
         f"{plain(long_policy['sampled_accuracy'])} at temperature 1.",
         f"anything from {low:.0%} to {high:.0%}.",
         holm_sentence(),
-        f"had equal rewards in {equal[0]} of their groups in the first five rollouts, and still in "
-        f"{equal[1]} in the last five.",
-        f"it fell to {entropies[0]} nats on seed 7, and to {entropies[1]} on seed 8, which",
-        f"by Fisher's exact test, p is {fisher_p():.2f}.",
+        f"had equal rewards in {equal[0]} of their groups in the first five rollouts and in "
+        f"{equal[1]} in the last five, and those that learned in {equal[2]} and {equal[3]}.",
+        f"at the end it is {entropies[0]} nats where a run failed, and {entropies[1]} where it "
+        "learned.",
+        f"by Fisher's exact test, p is {fisher_p('oar_g'):.2f}.",
         f"intervals over paired seeds: {one} with one update, and {four} with four.",
         f"reach GRPO's end after {share_of_rollouts('one update')} of its rollouts",
         f"with four updates after {share_of_rollouts('four updates')}.",
