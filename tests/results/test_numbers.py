@@ -223,19 +223,14 @@ def chain_rows(regime: str) -> list[str]:
 
 def smollm2_rows() -> list[str]:
     rows = []
-    grpo = ends(f"{SMOLLM2}_runs", "SmolLM2", "uniform (GRPO)")
+    names = LABELS | answer.AT_GRPOS_RATE
     for row in table(SMOLLM2):
         method = row["method"]
         accuracies = ends(f"{SMOLLM2}_runs", "SmolLM2", method)
         succeeded = [accuracy for accuracy in accuracies if accuracy > LEARNED_ABOVE]
-        cells = [LABELS[method], row["rate"], learned(f"{SMOLLM2}_runs", "SmolLM2", method)]
+        low, high = exact_interval(*counts(method))
+        cells = [names[method], row["rate"], of_smollm2(method), f"{low:.2f} to {high:.2f}"]
         cells += [span(accuracies), f"{sum(succeeded) / len(succeeded):.3f}"]
-        if method == "uniform (GRPO)":
-            cells.append("")
-        elif len(accuracies) == len(succeeded) > 1 and min(grpo[: len(accuracies)]) > LEARNED_ABOVE:
-            cells.append(difference(row, "end"))
-        else:
-            cells.append("none")
         rows.append(line(*cells, plain(row["seconds_a_step"], 1), plain(row["peak_gb"], 1)))
     return rows
 
