@@ -23,13 +23,12 @@ from typing import Any, NamedTuple
 import headroom
 import numpy as np
 from headroom import read_csv, stored_curves, write_csv
-from learning_curves import interval
+from learning_curves import LEARNED_ABOVE, interval
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "results/data"
 OUTPUT = DATA / "answer"
 GRPO = headroom.GRPO
-LEARNED_ABOVE = 0.5  # held-out sampled accuracy at the end of a run that learned
 LABELS = {  # a method's name in the other tables -> here
     "uniform (GRPO)": GRPO,
     "uniform at twice the rate": "GRPO at twice the rate",

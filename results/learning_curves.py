@@ -143,6 +143,7 @@ METHODS = {
         regimes=("four updates",),
     ),
 }
+LEARNED_ABOVE = 0.5  # held-out sampled accuracy at the end of a run that learned
 HEALTH = {  # a column of the table of runs -> the metric of each update
     "rewards": "reward",
     "entropies": "entropy",
@@ -632,8 +633,26 @@ def draw_differences(axes: Any, rows: list[dict[str, Any]], colors: dict) -> Non
     axes.set_title("Over uniform: area (dot) and end (square)", loc="left", fontweight="bold")
 
 
+def draw_ends(axes: Any, rows: list[dict[str, Any]], found: Curves, colors: dict) -> None:
+    """Draws where each run ended."""
+    for place, row in enumerate(rows):
+        ends = [curve[-1] for curve in found[row["regime"], row["method"]].values()]
+        color = colors[row["method"]]
+        axes.plot(ends, [place] * len(ends), "o", color=color, markersize=7, alpha=0.5)
+    axes.axvline(LEARNED_ABOVE, color="#888888", linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(rows)), [row["method"] for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_xlabel("held-out accuracy at the end")
+    axes.set_title("Every run: those right of the line learned", loc="left", fontweight="bold")
+
+
 def draw(rows: list[dict[str, Any]], found: Curves, path: Path) -> None:
-    """Draws two panels a regime: mean curves, and area and end over uniform's."""
+    """Draws two panels a regime: mean curves, and area and end over uniform's.
+
+    Where a run with uniform credit failed, a mean describes no run. There the second panel has the
+    end of every run, and the first one only the methods with all of uniform's seeds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -654,8 +673,14 @@ def draw(rows: list[dict[str, Any]], found: Curves, path: Path) -> None:
     colors = dict(zip(METHODS, palette, strict=False)) | {UNIFORM: "black"}
     for (left, right), regime in zip(panels, regimes, strict=True):
         of_regime = [row for row in rows if row["regime"] == regime]
-        draw_curves(left, of_regime, found, colors)
-        draw_differences(right, of_regime, colors)
+        of_uniform = found[regime, UNIFORM].values()
+        if min(curve[-1] for curve in of_uniform) > LEARNED_ABOVE:
+            draw_curves(left, of_regime, found, colors)
+            draw_differences(right, of_regime, colors)
+        else:
+            complete = [row for row in of_regime if row["seeds"] == len(of_uniform)]
+            draw_curves(left, complete, found, colors)
+            draw_ends(right, of_regime, found, colors)
         for axes in (left, right):
             axes.tick_params(labelbottom=True)
             axes.grid(alpha=0.3)

@@ -468,6 +468,18 @@ def seeds_of_grpo(has_learned: bool) -> list[str]:
     return found
 
 
+def groups_with_gradient(seed: str) -> int:
+    """Returns how many of the first 40 groups of GRPO's run had unequal rewards.
+
+    All runs of methods with twelve seeds must have failed on that seed.
+    """
+    rows = [row for row in table(f"{SMOLLM2}_runs") if row["seed"] == seed]
+    assert len(rows) == 5
+    assert all(float(row["accuracies"].split()[-1]) < LEARNED_ABOVE for row in rows)
+    first, second = (of_quarters("zero_std_shares", quarter, [seed])[0] for quarter in (0, 1))
+    return round(20 * (1 - first) + 20 * (1 - second))
+
+
 def counts(method: str) -> tuple[int, int]:
     """Returns how many runs of a method on SmolLM2 learned, and how many there are."""
     accuracies = ends(f"{SMOLLM2}_runs", "SmolLM2", method)
@@ -645,6 +657,8 @@ def results_sentences() -> list[str]:
         f"at the end it is {entropies[0]} nats where a run failed, and {entropies[1]} where it "
         "learned.",
         f"by Fisher's exact test, p is {fisher_p('oar_g'):.2f}.",
+        f"On seed 9, where {groups_with_gradient('9')} of the first 40 groups gave one, all five "
+        "methods with twelve seeds failed.",
         f"intervals over paired seeds: {one} with one update, and {four} with four.",
         f"reach GRPO's end after {share_of_rollouts('one update')} of its rollouts",
         f"with four updates after {share_of_rollouts('four updates')}.",
