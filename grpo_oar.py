@@ -216,6 +216,9 @@ class Args:
         "cosine", "schedule after the warm-up (constant has no warm-up)"
     )
     max_grad_norm: float = flag(1.0, "clip gradients to this norm; 0 is off", at_least=0)
+    skip_zero_gradient: bool = flag(
+        False, "take no step where all groups have equal rewards; Adam's momentum would take one"
+    )
     max_steps: int = flag(200, "updates; 0 only evaluates", at_least=0)
     seed: int = flag(1, "seed of adapter, data order and samples", at_least=0, below=2**32)
     # evaluation and output
@@ -1129,7 +1132,8 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     learning_rate = run.scheduler.get_last_lr()[0]
     is_finite = math.isfinite(total_loss + grad_norm)
     if is_finite:
-        run.optimizer.step()
+        if grad_norm > 0 or not args.skip_zero_gradient:
+            run.optimizer.step()
         run.scheduler.step()
     run.optimizer.zero_grad()
     run.skipped = 0 if is_finite else run.skipped + 1

@@ -174,6 +174,12 @@ def use_smollm2(folder: Path) -> None:
     methods["s_trace, normalized"] = Method(
         "grpo_strace.py", "--credit s_trace --trace_normalize True", seeds, rate_of=UNIFORM
     )
+    methods["uniform, no step without a gradient"] = Method(
+        "grpo_arca.py",
+        "--credit uniform --skip_zero_gradient True",
+        TWELVE_SEEDS[4:],
+        rate_of=UNIFORM,
+    )
     methods["uniform at twice the rate"] = METHODS[UNIFORM]._replace(seeds=seeds, rate="8e-4")
 
     METHODS = {name: method._replace(regimes=(regime,)) for name, method in methods.items()}

@@ -26,6 +26,7 @@ OURS = {
     "negative_weight": "TRL treats what is below the mean as what is above it",
     "per_device_rollout_batch_size": "TRL's rollouts have no memory limit of their own",
     "rollout_weights": "how our own decode loop runs; TRL samples through vLLM or generate()",
+    "skip_zero_gradient": "TRL's optimizer steps on by its momentum",
     "max_eval_samples": "held-out problems to evaluate on",
 }
 

@@ -1,5 +1,7 @@
 """An update: which rows it trains on, how many forwards it takes, and what its metrics count."""
 
+import itertools
+
 import pytest
 import torch
 from support import ByLength, prompts_of, random_batch, texts_of
@@ -39,6 +41,30 @@ def test_constant_groups_give_exactly_no_gradient(make_run):
     after = [p for p in run.model.parameters() if p.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert rollout_metrics(run, batch, 1.0)["zero_std_share"] == 1
+
+
+@pytest.mark.parametrize("skip_zero_gradient", [True, False])
+def test_an_update_without_a_gradient_moves_weights_by_momentum_alone(make_run, skip_zero_gradient):
+    """The length of that step over the first one's is computed by hand from Adam's formula."""
+    run = make_run(skip_zero_gradient=skip_zero_gradient, lr_scheduler_type="constant")
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    weights = [[p.detach().clone() for p in trained]]
+    for advantage in (1.0, 0.0, 1.0):
+        batch = random_batch()
+        batch.old_logp = trainer.NOT_SET
+        batch.advantages = torch.tensor([advantage, -advantage] * 4)
+        row = trainer.update(run, [batch])
+        assert (row["grad_norm"] > 0) == (advantage > 0) and row["skipped_update"] == 0
+        weights.append([p.detach().clone() for p in trained])
+    lengths = [
+        sum((b - a).square().sum() for a, b in zip(before, after, strict=True)).sqrt().item()
+        for before, after in itertools.pairwise(weights)
+    ]
+    momentum = (0.9 * 0.1 / (1 - 0.9**2)) / (0.999 * 0.001 / (1 - 0.999**2)) ** 0.5
+    expected = 0.0 if skip_zero_gradient else momentum * lengths[0]
+    assert lengths[1] == pytest.approx(expected, rel=1e-3)
+    assert lengths[2] > 0.1 * lengths[0]
+    assert run.scheduler.last_epoch == 4  # it goes on in either case; it starts at 1
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
