@@ -32,6 +32,7 @@ GRPO = headroom.GRPO
 LABELS = {  # a method's name in the other tables -> here
     "uniform (GRPO)": GRPO,
     "uniform at twice the rate": "GRPO at twice the rate",
+    "uniform, no step without a gradient": "GRPO, no step without a gradient",
     "right alone": "right answers only",
     "arca": "ARCA",
     "oar_g": "OAR-G",

@@ -27,6 +27,7 @@ Row = dict[str, str]
 LABELS = {  # a method's name in the files -> on the pages
     "uniform (GRPO)": "GRPO",
     "uniform at twice the rate": "GRPO at twice the rate",
+    "uniform, no step without a gradient": "GRPO, no step without a gradient",
     "arca": "ARCA",
     "arca's weights shuffled": "ARCA's weights, shuffled",
     "oar_g": "OAR-G",
@@ -137,6 +138,7 @@ def exact_interval(successes: int, runs: int) -> tuple[float, float]:
 # ---- The tables of results/README.md -------------------------------------------------------------
 CHAINS = "learning_curves/chains"
 SMOLLM2 = "learning_curves/smollm2"
+NO_STEP = "uniform, no step without a gradient"
 
 
 def answer_cells(method: str) -> list[str]:
@@ -474,10 +476,31 @@ def groups_with_gradient(seed: str) -> int:
     All runs of methods with twelve seeds must have failed on that seed.
     """
     rows = [row for row in table(f"{SMOLLM2}_runs") if row["seed"] == seed]
+    rows = [row for row in rows if row["method"] != NO_STEP]
     assert len(rows) == 5
     assert all(float(row["accuracies"].split()[-1]) < LEARNED_ABOVE for row in rows)
     first, second = (of_quarters("zero_std_shares", quarter, [seed])[0] for quarter in (0, 1))
     return round(20 * (1 - first) + 20 * (1 - second))
+
+
+def end_on_smollm2(method: str, seed: str) -> float:
+    """Returns where a method's run on SmolLM2 ended."""
+    row = find(f"{SMOLLM2}_runs", method=method, seed=seed)
+    return float(row["accuracies"].split()[-1])
+
+
+def without_steps() -> list[str]:
+    """Returns the sentences about runs that take no step without a gradient."""
+    grpo = "uniform (GRPO)"
+    seeds = [row["seed"] for row in table(f"{SMOLLM2}_runs") if row["method"] == NO_STEP]
+    learned_runs = sum(end_on_smollm2(NO_STEP, seed) > LEARNED_ABOVE for seed in seeds)
+    of_grpo = sum(end_on_smollm2(grpo, seed) > LEARNED_ABOVE for seed in seeds)
+    return [
+        f"the run on seed 9 ended at {end_on_smollm2(NO_STEP, '9'):.3f} and not at "
+        f"{end_on_smollm2(grpo, '9'):.3f}.",
+        f"On seeds {seeds[0]} to {seeds[-1]}, {learned_runs} of {len(seeds)} such runs learned, "
+        f"and {of_grpo} of {len(seeds)} of GRPO.",
+    ]
 
 
 def counts(method: str) -> tuple[int, int]:
@@ -657,6 +680,7 @@ def results_sentences() -> list[str]:
         f"at the end it is {entropies[0]} nats where a run failed, and {entropies[1]} where it "
         "learned.",
         f"by Fisher's exact test, p is {fisher_p('oar_g'):.2f}.",
+        *without_steps(),
         f"On seed 9, where {groups_with_gradient('9')} of the first 40 groups gave one, all five "
         "methods with twelve seeds failed.",
         f"intervals over paired seeds: {one} with one update, and {four} with four.",
