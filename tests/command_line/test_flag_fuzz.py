@@ -79,6 +79,7 @@ SHARED = {
     "epsilon_high": ("0 0.28 5", "-0.5 -1 nan x"),
     "beta": ("0 0.04 1", "-0.1 nan inf x"),
     "mask_truncated_completions": BOOL,
+    "skip_zero_gradient": BOOL,
     "learning_rate": ("1e-6 4e-3 0.1", "0 -1 nan inf fast"),
     "weight_decay": ("0 0.1", "-0.1 nan inf x"),
     "warmup_steps": ("0 1 100", "-1 1.5"),
