@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import random
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -225,9 +226,14 @@ def fill(word: str, data: Path) -> str:
     return word.replace("{data}", str(data)).replace("{{", "{").replace("}}", "}")
 
 
+# What Python prints of a library's warning, as PEFT's about an adapter on a tied lm_head.
+WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(?:.*\n)*?  warnings\.warn\(.*\n", re.MULTILINE)
+
+
 def refusal_fault(folder: Path, script: str) -> str | None:
     """What is wrong with how a run was refused: one sentence, maybe after the introduction."""
     err, out = ((folder / f"std{kind}.txt").read_text() for kind in ("err", "out"))
+    err = WARNING.sub("", err)
     lines = [line for line in err.splitlines() if f"{script}.py: " not in line or "error" in line]
     if len(lines) != 1 or not lines[0].startswith(f"{script}.py: error: "):
         return f"stderr is not one sentence: {err[-600:]}"
