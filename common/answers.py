@@ -253,19 +253,19 @@ def pairs_to_compare(box: str, gold: str, problem: str) -> list[Pair]:
     """
     box = tidy(box)
     gold = tidy(gold)
-    if date(box) and date(gold):
-        return [(date(box), date(gold))]
     has_words = WITHOUT_WORDS.fullmatch(box) is None or WITHOUT_WORDS.fullmatch(gold) is None
     if box == gold or not has_words or max(len(box), len(gold)) > MAX_CHARS:
         return [(box, gold)]
+    box_date = date(box)
+    gold_date = date(gold)
+    if box_date and gold_date:
+        return [(box_date, gold_date)]
     values = values_to_compare(box, gold, problem)
     return [(in_one_font(given), in_one_font(right)) for given, right in values]
 
 
 def date(text: str) -> str:
     r"""Returns the parts of a date in one order, as "14 mar" for \text{March }14, or "" if none."""
-    if len(text) > MAX_CHARS:
-        return ""
     words = re.findall(r"[a-z0-9]+", re.sub(COMMAND, "", text).lower())
     words = [word for word in words if word not in ("the", "of")]
     months = [word for word in words if word in MONTHS]
@@ -312,15 +312,14 @@ def quick_verdict(box: str, gold: str) -> float | None:
 
 
 def is_words(text: str) -> bool:
-    """Returns whether an answer is words, as Even or \\text{no solution}, and no formula, as p - q.
+    r"""Returns whether an answer is words, as Even or \text{no solution}, and no formula, as p - q.
 
     A single letter may be a variable or a choice, except the article of "a circle".
     """
+    if WORDS.fullmatch(text) is None or text.startswith("-"):
+        return False
     words = words_alone(text)
-    has_sign = text.startswith("-")
-    return (
-        WORDS.fullmatch(text) is not None and not has_sign and min(map(len, words), default=0) > 1
-    )
+    return words != [] and all(len(word) > 1 for word in words)
 
 
 def words_alone(text: str) -> list[str]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from common.answers import boxed_span
+from common.answers import boxed_span, tidy
 
 SMALLEST_VALUE = 1  # of every value in a chain
 LARGEST_VALUE = 99
@@ -150,8 +150,8 @@ def has_right_steps(text: str, problem: Problem) -> bool:
 def first_error(text: str, problem: Problem) -> int | None:
     """Returns the place of the first character that differs from a right result or answer.
 
-    That is a step's result, or the answer in the box, written as the data have it. If the text ends
-    where something was due, the place is `len(text)`. Returns None if everything is right.
+    That is a step's result, or the answer in the box. If the text ends where something was due, the
+    place is `len(text)`. Returns None if everything is right.
     """
     end_of_text = (len(text), len(text))
     stated = stated_results(text, len(problem.steps), problem.opening)
@@ -159,7 +159,7 @@ def first_error(text: str, problem: Problem) -> int | None:
     truths = [*map(str, problem.steps), problem.answer]
     for (begin, end), truth in zip(claims, truths, strict=True):
         claim = text[begin:end]
-        if claim != truth:
+        if tidy(claim) != tidy(truth):
             return begin + common_start(claim, truth)
     return None
 

@@ -489,6 +489,8 @@ def test_steps_may_be_written_with_commas_and_the_box_as_the_grader_has_it():
     ]
     wrong += ["700 + 500 = 1200. \\boxed{1201}"]
     texts = right + wrong
+    assert data.first_error(right[0], problem) is None  # nor is a token marked as wrong
+    assert data.first_error(right[6], problem) is None
     with Grader() as grader:
         verdicts = data.correctness(grader, texts, [problem] * len(texts))
     assert verdicts == [1.0] * len(right) + [0.0] * len(wrong)
