@@ -14,7 +14,6 @@ from pathlib import Path
 
 import accelerate.utils.launch
 import pytest
-import transformers
 from support import ROOT, SCRIPTS, TINY, refusal
 
 import grpo_arca as trainer
@@ -87,12 +86,12 @@ def test_every_spelling_of_every_flag_is_known(monkeypatch):
     """What HfArgumentParser takes is known: dashes in names, --no_ before switches, --help."""
     spellings = []
 
-    class Spy(transformers.HfArgumentParser):
+    class Spy(trainer.transformers.HfArgumentParser):
         def parse_args_into_dataclasses(self, *args, **kwargs):
             spellings.extend(self._option_string_actions)
             return super().parse_args_into_dataclasses(*args, **kwargs)
 
-    monkeypatch.setattr(transformers, "HfArgumentParser", Spy)
+    monkeypatch.setattr(trainer.transformers, "HfArgumentParser", Spy)
     trainer.parse_args([])
     assert {"--help", "--max-steps", "--no_load_in_4bit", "--no-load-in-4bit"} <= set(spellings)
     for spelling in spellings:
