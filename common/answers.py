@@ -11,6 +11,7 @@ Every regular expression has a comment that says by an example what it is for.
 from __future__ import annotations
 
 import calendar
+import functools
 import re
 from collections.abc import Callable
 
@@ -137,17 +138,21 @@ EDGES = (
 # What is a space to a reader: "40  2", "40~2", "40\text{ }2", "40$2", "5'10". Math-verify fails on
 # two spaces and drops the others, so that 5'10 would be 510.
 SPACES = r"[\s~]+|\\text\s*\{\s*\}|(?<=[0-9])(?:\\?\$|['\"]+)(?=[0-9])"
-# All real numbers, alone: \mathbb{R}, x \in \mathbb R, \text{all real numbers}.
+# The name of a set before it: x \in (0,1), x \in \{1, 2\}, x \in \mathbb{R}.
+NAME_OF_SET = r"^[a-zA-Z] ?\\in ?(?=(?:\\left ?)?(?:[(\[]|\\\{)|\\mathbb)"
+# All real numbers: \mathbb{R}, \mathbb R \setminus \{3\}, \text{all real numbers}.
 REALS = r"\\mathbb ?(?:\{ ?R ?\}|R)"
 ALL_REALS = (
-    rf"^(?:(?:[a-z] ?\\in ?)?{REALS}"
-    r"|(?:\\text ?\{ ?)?[aA]ll real(?:s| numbers| values of [a-z]) ?\}?)$"
+    rf"^(?:{REALS}(?=$| ?\\(?:setminus|backslash))"
+    r"|(?:\\text ?\{ ?)?[aA]ll real(?:s| numbers| values of [a-z]) ?\}?$)"
 )
 # A set by its condition: \{x : x<3\}, \{x \in \mathbb{R} \mid x<3\}.
 SET_BUILDER = (
     rf"^(?:\\left ?)?\\\{{ ?[a-z](?: ?\\in ?{REALS})? ?(?::|\\mid(?![a-zA-Z])|\|) ?"
     r"([^{}]*(?:[<>]|\\[lgn]e)[^{}]*?) ?(?:\\right ?)?\\\}$"
 )
+# The gap between two rows of a matrix: 1 \\\\[4pt] 2.
+ROW_GAP = r"\\\\ ?\[ ?-?[0-9.]+ ?[a-z]{2} ?\]"
 # What joins two answers: 4 \lor 7, 4 \text{ or } 7, 4 \text{ and } 7.
 JOINING_WORD = r",? ?\\(?:(?:lor|vee)(?![a-zA-Z])|text ?\{ ?(?:and|or) ?\})"
 # What joins two inequalities that must both hold: x>-2 \text{ and } x<5.
@@ -202,6 +207,11 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(IN_TOTAL), ""),
     (re.compile(NAME_OF_POINT), ""),
     (re.compile(NO_SOLUTION), r"\\emptyset"),
+    (re.compile(ROW_GAP), r"\\\\ "),
+    (re.compile(r"(?:\\left ?)?\\langle(?![a-zA-Z])"), "("),
+    (re.compile(r"(?:\\right ?)?\\rangle(?![a-zA-Z])"), ")"),
+    (re.compile(r"\\backslash(?= ?(?:\\left ?)?\\\{)"), r"\\setminus "),
+    (re.compile(NAME_OF_SET), ""),
     (re.compile(ALL_REALS), r"(-\\infty,\\infty)"),
     (re.compile(SET_BUILDER), r"\1"),
     (re.compile(POUNDS), "£"),
@@ -240,6 +250,20 @@ def tidy(text: str) -> str:
 # ---- Pairs ---------------------------------------------------------------------------------------
 Pair = tuple[str, str]  # (answer, gold answer), both tidy and without their units
 
+# The formulas of a problem: $x^2$, \[x^2\], \(x^2\). Their length is limited, so that the time is
+# linear.
+FORMULA = re.compile(
+    r"\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$]{1,500})\$|\\\[(.{1,500}?)\\\]|\\\((.{1,500}?)\\\)"
+    r"|\\begin\{align\*?\}(.{1,500}?)\\end\{",
+    re.DOTALL,
+)
+# What is left to compute in an expression: + and ^, but not the sign of -3.
+OPERATION = re.compile(
+    r"(?<=.)[-+*/^]"
+    r"|\\(?:frac|sqrt|binom|[lr]ceil|[lr]floor|log|ln|sec|csc|cot|(?:arc)?(?:sin|cos|tan))"
+)
+# What makes no difference between two ways of writing a formula: \left, \,, and a full stop.
+INVISIBLE = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;:! ]|[\s~]|[.,;?]$")
 # The months, and how they are shortened: march, mar.
 MONTHS = {name.lower() for name in (*calendar.month_name, *calendar.month_abbr) if name}
 # An answer that cannot have a unit: 42, -1.5, (3,4), 1/2.
@@ -254,14 +278,54 @@ def pairs_to_compare(box: str, gold: str, problem: str) -> list[Pair]:
     box = tidy(box)
     gold = tidy(gold)
     has_words = WITHOUT_WORDS.fullmatch(box) is None or WITHOUT_WORDS.fullmatch(gold) is None
-    if box == gold or not has_words or max(len(box), len(gold)) > MAX_CHARS:
+    formulas = formulas_of(problem)
+    if box == gold or max(len(box), len(gold)) > MAX_CHARS:
         return [(box, gold)]
     box_date = date(box)
     gold_date = date(gold)
     if box_date and gold_date:
         return [(box_date, gold_date)]
-    values = values_to_compare(box, gold, problem)
-    return [(in_one_font(given), in_one_font(right)) for given, right in values]
+    box = without_asked_side(box, formulas)
+    pairs = [(box, gold)]
+    if has_words:
+        values = values_to_compare(box, gold, problem)
+        pairs = [(in_one_font(given), in_one_font(right)) for given, right in values]
+    return [pair for pair in pairs if not is_copied(*pair, formulas)]
+
+
+@functools.lru_cache(maxsize=512)  # one problem meets a whole group of boxes
+def formulas_of(problem: str) -> frozenset[str]:
+    """Returns the formulas of a problem, each in one way of writing."""
+    found = set()
+    for groups in FORMULA.findall(problem):
+        for formula in filter(None, groups):
+            found.add(in_one_writing(tidy(formula)))
+    return frozenset(found)
+
+
+def in_one_writing(formula: str) -> str:
+    """Returns a formula without spaces and sizes, and \\dfrac{1}{2} as \\frac12."""
+    formula = INVISIBLE.sub("", formula)
+    formula = re.sub(r"\\[dt](frac|binom)", r"\\\1", formula)
+    return re.sub(r"\{(\w)\}", r"\1", formula)
+
+
+def without_asked_side(box: str, formulas: frozenset[str]) -> str:
+    """Returns the 17 of m+n = 17, where m+n is a formula of the problem, or the box as it is."""
+    first_side, equals, rest = box.partition("=")
+    is_asked = in_one_writing(first_side) in formulas
+    return rest.strip() if equals and is_asked else box
+
+
+def is_copied(box: str, gold: str, formulas: frozenset[str]) -> bool:
+    """Returns whether a box only repeats a formula of the problem, which is left to compute.
+
+    Its value may be right: 99^2+99+1 is 9901. A formula that is the gold answer is no copy.
+    """
+    formula = in_one_writing(box)
+    if formula not in formulas or formula == in_one_writing(gold):
+        return False
+    return OPERATION.search(formula) is not None
 
 
 def date(text: str) -> str:
@@ -348,7 +412,8 @@ def says_more(box: str, gold: str) -> bool:
     gold answer with a base may be given without it, but a box must not name another one.
     """
     adds_modulus = "mod" in box and "mod" not in gold
-    adds_braces = "\\{" in box and "\\{" not in gold and gold.endswith(")")
+    box_set = re.sub(r"\\setminus ?\\\{.*?\\\}", "", box)  # the braces of (0,4)\setminus\{2\} stay
+    adds_braces = "\\{" in box_set and "\\{" not in gold and gold.endswith(")")
     box_base = number_base(box)
     adds_base = box_base is not None and box_base != (number_base(gold) or "10")
     adds_prime = re.search(r"[0-9]'", box) is not None and "'" not in gold

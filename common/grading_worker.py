@@ -121,6 +121,13 @@ ARGUMENT = re.compile(r"(?:\^ ?\{-1\} ?)?\([^()]*\)|_?\{[^{}]*\}|\^ ?\{? ?\\circ
 # letter, a backslash or a bracket, and nothing is computed in it: neither 2x, x+y nor \frac{a}{b}.
 NAME = re.compile(r" ?(?!.*(?:[-+*/^]|\\(?:[dt]?frac|sqrt|cdot|times|div|pm)))[a-zA-Z\\|[].*")
 
+# Letters whose names have more than two characters, with lambda as the parser spells it.
+GREEK = {
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta",
+    "iota", "kappa", "lambda", "lamda", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi",
+    "psi", "omega",
+}  # fmt: skip
+
 
 def is_name(side: str) -> bool:
     """Returns whether a side of an equation only names what is asked for, as x or f(-2)."""
@@ -187,9 +194,12 @@ def compare(box: str, gold: str) -> bool:
     right = parse(gold)
     is_compared_whole = "=" in gold or re.search("[,;]", box) is not None
     sides = [box] if is_compared_whole else sides_to_check(box)
-    values = [parse(side) for side in sides]
+    values = [as_matrix(parse(side), right) for side in sides]
     if isinstance(right[0], sympy.Expr) and any(is_list(value[0]) for value in values):
         return False  # 42, 42 is not one answer
+    are_numbers = is_list(right[0]) and not inequalities_in(right[0])
+    if are_numbers and any(inequalities_in(value[0]) for value in values):
+        return False  # 1<x<2 is not 1, 2
     if any(has_other_letters(value[0], right[0]) for value in values):
         return False  # 0\text{ wrong} is not 0
     if is_solved(right[0]) and not all(is_solved(value[0]) for value in values):
@@ -213,6 +223,24 @@ def compare(box: str, gold: str) -> bool:
     )
 
 
+def as_matrix(found: list, right: list) -> list:
+    """Returns what math-verify read, with a point as a vector, if the gold answer is a vector."""
+    import sympy
+
+    value = found[0]
+    gold = right[0]
+    if not isinstance(gold, sympy.MatrixBase) or 1 not in gold.shape:
+        return found
+    entries: tuple = ()
+    if isinstance(value, sympy.Tuple):
+        entries = value.args
+    elif isinstance(value, sympy.Interval) and value.left_open and value.right_open:
+        entries = value.args[:2]  # (1,2)
+    if len(entries) != len(gold):
+        return found
+    return [sympy.Matrix(*gold.shape, entries), *found[1:]]
+
+
 def inequalities_in(value: Any) -> tuple:
     """Returns the inequalities that a value is made of, as those of x<-2, x>5, or none."""
     import sympy
@@ -227,7 +255,7 @@ def inequalities_in(value: Any) -> tuple:
 
 
 def is_solved(value: Any) -> bool:
-    """Returns whether an equation or inequalities say what a letter is: x=3, or -2<x<5.
+    """Returns whether an equation or inequalities say what a letter is: x=3, x=3,-3, or -2<x<5.
 
     Whatever is neither is solved, too, as the interval (-2,5).
     """
@@ -237,8 +265,11 @@ def is_solved(value: Any) -> bool:
     parts = (value,) if isinstance(value, sympy.Equality) else inequalities_in(value)
     for part in parts:
         for relation in part.atoms(Relational):
-            sides = sorted(relation.args, key=lambda side: side.is_number)
-            if not sides[0].is_Symbol or not sides[1].is_number:
+            name, known = sorted(relation.args, key=lambda side: not side.free_symbols)
+            names = list(name.args) if isinstance(name, sympy.Tuple) else [name]
+            are_names = all(part.is_Symbol for part in names)
+            # (x,y)=(1,2) names a point, and (y,x)=(1,2) another one.
+            if known.free_symbols or not are_names or names != sorted(names, key=str):
                 return False
     return True
 
@@ -246,10 +277,13 @@ def is_solved(value: Any) -> bool:
 def solution_set(found: list) -> list:
     """Returns what math-verify read, with inequalities in one letter as the numbers they allow.
 
-    So x<-2, x>5 is a union of two intervals, and 5>x>-2 is the same as -2<x<5.
+    So x<-2, x>5 is a union of two intervals, and 5>x>-2 is the same as -2<x<5. A difference of two
+    sets is computed.
     """
     import sympy
 
+    if isinstance(found[0], sympy.Basic) and found[0].has(sympy.Complement):
+        return [found[0].doit(), *found[1:]]
     parts = inequalities_in(found[0])
     if not parts or len(symbol_names(found[0])) != 1:
         return found
@@ -272,7 +306,7 @@ def has_other_letters(value: Any, right: Any) -> bool:
         return bool(others)  # y<3 is not x<3
     if getattr(right, "is_number", False):
         return bool(symbol_names(getattr(value, "rhs", value)))
-    return any(len(name) > 2 for name in others)
+    return any(len(name) > 2 and name not in GREEK for name in others)
 
 
 def symbol_names(value: Any) -> set[str]:

@@ -6,6 +6,7 @@
     python results/learning_curves.py --draw        # table and figure of what is there
     python results/learning_curves.py --once runs/once   # half an hour: one run of each kind again
     python results/learning_curves.py --smollm2 smollm2  # on the language model of that folder
+    python results/learning_curves.py --smollm2 smollm2 --divergence   # a minute for each run
     python results/learning_curves.py --default_run grpo_arca.py --write -- --credit uniform
 
 Worth (tools/worth.py) can only show where noise is what limits learning. So rollouts are small: 16
@@ -27,6 +28,8 @@ rollouts on seed 101, then four seeds, or twelve of the methods in the first tab
 Flags after `--` go to the scripts: `-- --dtype bfloat16` where the CPU has it. `--go_on` takes the
 runs of the tables at --output for done, so that methods and seeds can be added to a published
 study; costs of a method stay those of its first runs.
+
+`--divergence` measures how far each run has moved the policy in the end, for the table of runs.
 
 Data order and uniforms of a seed are the same for every method, so runs are paired by seed. Figures
 are the area under the held-out curve (its mean) and its end, as differences to uniform with 95%
@@ -150,6 +153,7 @@ HEALTH = {  # a column of the table of runs -> the metric of each update
     "zero_std_shares": "zero_std_share",
     "grad_norms": "grad_norm",
 }
+DIVERGENCE_COMPLETIONS = 64
 # The 97.5th percentile of Student's t with 1, 2, ... degrees of freedom
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
@@ -221,6 +225,11 @@ class Run(NamedTuple):
             words.append("curve")
         name = "-".join(words)
         return FOLDER / "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
+
+    @property
+    def divergence_file(self) -> Path:
+        """Where --divergence keeps what it measured."""
+        return self.folder / "final_kl.txt"
 
     def command(self) -> list[str]:
         """Returns the words of its command."""
@@ -445,6 +454,44 @@ def area(curve: np.ndarray) -> float:
     return (curve[1:] + curve[:-1]).mean() / 2
 
 
+def measure_divergence(run: Run) -> None:
+    """Writes a run's final KL divergence from the base, in nats a token, into its folder.
+
+    It is the mean of k3 over the tokens of new completions of training problems. The metric `kl`
+    of a training run is the same estimate.
+    """
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    import grpo_arca
+
+    flags = [f"--model_name_or_path={run.folder / 'adapter'}", f"--seed={run.seed}"]
+    flags += [f"--per_device_train_batch_size={DIVERGENCE_COMPLETIONS}"]
+    flags += ["--gradient_accumulation_steps=1", f"--output_dir={run.folder / 'divergence'}"]
+    # The adapter's own config names the base.
+    args = grpo_arca.parse_args(["--credit=uniform", *TASK[1:], *flags, *MORE_FLAGS])
+    tokenizer, train_set, _ = grpo_arca.load_data(args)
+    trained = grpo_arca.build_run(args, tokenizer)
+    with torch.no_grad():
+        batch = grpo_arca.collect(trained, train_set, {})
+        logp = grpo_arca.training_forward(trained, batch)
+        with trained.model.disable_adapter():
+            base_logp = grpo_arca.training_forward(trained, batch)
+    log_ratio = (base_logp - logp)[batch.mask]
+    kl = (log_ratio.exp() - log_ratio - 1).mean().item()
+    run.divergence_file.write_text(f"{kl:.3g}")
+
+
+def measure_divergences(regimes: list[str], names: list[str]) -> None:
+    """Measures the divergence of each run that has a folder and was not measured yet."""
+    runs = [run for run in plan("curves", regimes, names) if run.has_folder()]
+    missing = [run for run in runs if not run.divergence_file.exists()]
+    for count, run in enumerate(missing, start=1):
+        measure_divergence(run)
+        text = run.divergence_file.read_text()
+        print(f"[{count}/{len(missing)}] {run.folder.name}: {text} nats a token", flush=True)
+
+
 def passed_tokens(run: Run) -> tuple[float, float]:
     """Returns the tokens that a run sampled, and at most how many passed the model in all.
 
@@ -559,11 +606,12 @@ def health(run: Run) -> dict[str, str]:
     """Returns columns that explain a collapse: means over the rollouts between two evaluations.
 
     They are the reward, the entropy, the share of groups whose rewards are all equal, and the
-    gradient's norm. Runs of tables that were published without these columns have none.
+    gradient's norm; and, of --divergence, the KL divergence from the base in the end. Runs of
+    tables that were published without these columns have none.
     """
     if not run.has_folder():
-        return {column: STORED[run].get(column, "") for column in HEALTH}
-    columns: dict[str, str] = {}
+        return {column: STORED[run].get(column, "") for column in [*HEALTH, "final_kl"]}
+    columns = {"final_kl": run.divergence_file.read_text() if run.divergence_file.exists() else ""}
     per_evaluation = EVERY * REGIMES[run.regime]
     for column, key in HEALTH.items():
         values = np.array([row[key] for row in run.updates()])
@@ -777,6 +825,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--processes", type=int, default=len(os.sched_getaffinity(0)))
     add("--list", action="store_true", help="say what there is to do, and stop")
     add("--draw", action="store_true", help="train nothing more")
+    add("--divergence", action="store_true", help="measure where each run has ended, before tables")
     study = "chains" if model is None else "smollm2"
     add("--output", type=Path, default=DATA / "learning_curves" / study, help="tables and figure")
     add("--go_on", action="store_true", help="runs of the tables there are done")
@@ -830,6 +879,8 @@ def main() -> None:
         return
 
     do_stages(options, regimes)
+    if options.divergence:
+        measure_divergences(regimes, options.methods or list(METHODS))
     rows, found = tabulate(options.regimes or list(REGIMES))
     if options.list or not found:
         return

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 import pytest
 
 from common import answers, grading_worker, reward
-from common.answers import last_boxed, quick_verdict
+from common.answers import FORMULA, last_boxed, quick_verdict
 from common.reward import Grader, RewardError, call_reward_func, load_reward_funcs
 
 DATA = ROOT.parent / "shared" / "data"
@@ -359,6 +359,25 @@ def test_gold_solutions_against_the_next_answer(name, grader):
     differ = [row for row in rows if row[0].replace(",", "") != row[1].replace(",", "")]
     assert len(differ) > 0.9 * len(rows)
     assert {(a, b) for a, b, verdict in differ if verdict == 1.0} == NEXT_SCORES_ONE[name]
+
+
+@pytest.mark.slow
+def test_no_formula_of_a_problem_is_paid_unless_it_is_the_answer(grader):
+    texts, golds, problems = [], [], []
+    for row in read("math500.jsonl"):
+        formulas: set[str] = set()
+        for formula in itertools.chain.from_iterable(FORMULA.findall(row["problem"])):
+            formulas.update((formula, *formula.split("=")))
+        for formula in formulas:
+            texts.append(box(formula))
+            golds.append(row["answer"])
+            problems.append(row["problem"])
+    verdicts = grader.grade(texts, golds, problems)
+    rows = list(zip(texts, golds, verdicts, strict=True))
+    paid = {(text, gold) for text, gold, verdict in rows if verdict == 1.0}
+    assert len(rows) > 1900
+    # Numbers, a choice, and a root that is the answer. Before, 35 problems paid some formula.
+    assert {gold for _, gold in paid} == {"0", "1", "6", "12", r"\sqrt{53}", r"\text{(C)}"}
 
 
 def answers_as_the_authors_write_them() -> list[tuple[str, str, str]]:
