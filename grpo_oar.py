@@ -368,7 +368,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import GradientAccumulationPlugin, gather_object
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -398,6 +398,7 @@ from common.metrics import (
     hints,
     introduction,
     log_completions,
+    peak_memory,
     report_run,
     rollout_metrics,
     start_log,
@@ -895,6 +896,7 @@ class Run:
     rollout: int = 0  # rollouts so far
     groups: list = field(default_factory=list)  # examples for credit.html
     skipped: int = 0  # updates in a row whose loss or gradient was not finite
+    former_end: int = -1  # the step at which the run that is resumed had finished
     task: str = ""  # identifies all problems and prompts, so that `resume` recognizes them
 
     def is_due(self, interval: int) -> bool:
@@ -926,7 +928,8 @@ def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, ba
             return False
 
         # Evaluate.
-        evaluates = run.step == 0 or is_finished or run.is_due(args.eval_steps)
+        is_milestone = run.step in (0, run.former_end) or is_finished
+        evaluates = is_milestone or run.is_due(args.eval_steps)
         if evaluates:
             accuracies = evaluate(run, *held_out)
             if accuracies is None:
@@ -946,6 +949,7 @@ def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, ba
         for micros in (updates * args.num_iterations)[: args.max_steps - run.step]:
             with timed(metrics, "seconds_update"):
                 metrics |= update(run, micros)
+            metrics["peak_memory_gb"] = peak_memory(run.accelerator.device)
             run.step += 1
             log.write({"step": run.step} | metrics)
             # The next update's row repeats the metrics of the rollout, but not its seconds.
@@ -1204,6 +1208,7 @@ def evaluate(
     own_problems = range(accelerator.process_index, len(problems), accelerator.num_processes)
     # Each problem has as many random streams as in training, or more if it needs more.
     group_size = max(args.num_generations, args.num_generations_eval)
+    former_timeouts = run.grader.timeouts
     verdicts = []
     for kind, samples in (("greedy", 1), ("sampled", args.num_generations_eval)):
         jobs = list(itertools.product(own_problems, range(samples)))
@@ -1223,6 +1228,9 @@ def evaluate(
             for (n, _), grade in zip(batch_jobs, grades, strict=True):
                 verdicts.append((kind, n, grade))
     all_verdicts = gather_object(verdicts)
+    timeouts = sum(gather_object([run.grader.timeouts - former_timeouts]))
+    if timeouts > 0:
+        say(f"{timeouts} held-out answers count as wrong, because grading them took too long")
     if any(gather_object([run.stop_request.received])):  # on any process
         return None
     return eval_metrics(all_verdicts)
@@ -1651,8 +1659,10 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
             output_loading_info=True,
         )
         check_weights(base, name, loading)
+        check_quantization(args, base)
         torch.manual_seed(args.seed)  # so that every process has the same adapter
         model = add_adapter(args, base)
+        check_adapter(args, model)
     except Exception as error:  # a damaged folder may raise anything
         if is_out_of_memory(error):
             raise
@@ -1685,6 +1695,37 @@ def check_weights(base: transformers.PreTrainedModel, name: str, loading: dict[s
             left_out.append(key)
     if left_out:
         fail(f"{name} has weights that {type(base).__name__} leaves out: {', '.join(left_out[:5])}")
+
+
+def check_quantization(args: Args, base: transformers.PreTrainedModel) -> None:
+    """Ends the run if the files of a model were quantized already, and otherwise than here."""
+    found = getattr(base.config, "quantization_config", None)
+    if not args.load_in_4bit or found is None:
+        return
+    is_4bit = getattr(found, "load_in_4bit", False)
+    kind = found.bnb_4bit_quant_type if is_4bit else "another format"
+    if kind != "nf4":
+        fail(f"{args.model_name_or_path} is quantized to {kind}: give a model that is not")
+    dtype = found.bnb_4bit_compute_dtype
+    if dtype != getattr(torch, str(args.dtype)):
+        fail(f"{args.model_name_or_path} is in NF4 that computes in {dtype}: set --dtype to that")
+
+
+def check_adapter(args: Args, model: PeftModel) -> None:
+    """Ends the run if it cannot train the adapter that it starts from.
+
+    Rollouts apply the two matrices of plain LoRA and nothing else, and bf16 rounds away what a step
+    changes in whole modules.
+    """
+    variants = [layer for layer in model.modules() if getattr(layer, "lora_variant", None)]
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    biases = [name for name, _ in trained if name.endswith("bias") and ".lora_B." in name]
+    biases += [name for name, _ in trained if name.endswith("base_layer.bias")]
+    if variants or biases:
+        fail(f"{args.start_adapter} is a variant of LoRA (such as DoRA), or trains biases")
+    rounded = [name for name, dtype in trained if dtype != torch.float32]
+    if rounded:
+        fail(f"{args.start_adapter} trains {rounded[0]} in {args.dtype}: set --dtype float32")
 
 
 def is_extra_layer(
@@ -1732,7 +1773,7 @@ def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
     )
-    model = get_peft_model(base, lora)
+    model = get_peft_model(base, lora, revision=args.model_revision)
     targeted = model.base_model.targeted_module_names
     for name in names:
         if names != ["all-linear"] and not any(f".{t}".endswith(f".{name}") for t in targeted):
@@ -1745,6 +1786,9 @@ def make_accelerator(args: Args) -> Accelerator:
     """Returns Accelerate's handle on the devices and processes."""
     try:
         return Accelerator(
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=1
+            ),  # `update` does it
             project_dir=args.output_dir,
             mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
             cpu=not CUDA,  # otherwise processes on CPUs do not find each other
@@ -2007,6 +2051,13 @@ def resume(run: Run) -> None:
     except Exception as error:  # a damaged file may raise anything
         fail(f"cannot resume from {folder}: {error!r} (if it is damaged, delete it)")
 
+    if saved_flags.get("max_steps") == run.step:
+        run.former_end = run.step  # its last evaluation is made again
+    if folder.resolve().parent != Path(output_dir).resolve() and run.accelerator.is_main_process:
+        for name in ("metrics.jsonl", "completions.jsonl"):  # the new log begins with the old one
+            if (folder.parent / name).exists():
+                shutil.copyfile(folder.parent / name, Path(output_dir, name))
+
     # Report the flags that have changed, unless they cannot affect results.
     harmless = {"output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"}
     harmless |= {"report_to", "run_name"}
@@ -2143,7 +2194,8 @@ def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:
         return None, {}
     try:
         if not Path(name).is_dir():
-            path = snapshot_download(name, revision=revision, allow_patterns="adapter_*")
+            files = ["adapter_*", "*token*", "chat_template*", "vocab*", "merges*"]
+            path = snapshot_download(name, revision=revision, allow_patterns=files)
             path = f"{path}/adapter_config.json"
         config = json.loads(Path(path).read_text(encoding="utf-8"))
         flags = {

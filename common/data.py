@@ -411,6 +411,7 @@ def load_data(args: Args) -> tuple[PreTrainedTokenizerBase, ProblemSet, ProblemS
     All of them fit into the model's context. That is checked before the model is loaded.
     """
     tokenizer, context = load_tokenizer(args.model_name_or_path, args.model_revision)
+    check_own_tokenizer(args.start_adapter, tokenizer)
     try:
         template_kwargs = dict(json.loads(args.chat_template_kwargs))
     except (TypeError, ValueError) as error:
@@ -449,6 +450,24 @@ def load_tokenizer(name: str, revision: str) -> tuple[PreTrainedTokenizerBase, i
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # the trainer's masks come from lengths
     return tokenizer, context
+
+
+def check_own_tokenizer(adapter: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError if an adapter to start from brings another template or end than its base."""
+    from transformers import AutoTokenizer
+
+    if adapter is None or not Path(adapter, "tokenizer_config.json").exists():
+        return
+    try:
+        own = AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
+    except Exception as error:  # a damaged folder may raise anything
+        raise DataError(f"cannot load the tokenizer of {adapter}: {str(error)[:300]}") from error
+    same_template = own.chat_template in (None, tokenizer.chat_template)
+    if not same_template or own.eos_token != tokenizer.eos_token:
+        raise DataError(
+            f"{adapter} was trained with another chat template or end token than its base: "
+            "remove its tokenizer's files to train with those of the base"
+        )
 
 
 def context_length(config: PreTrainedConfig) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from common.credit_page import credit_group, write_credit_page
 from common.messages import hints, introduction
 from common.report import report_run
+from common.reward import shared_grader
 from common.run_log import RunLog, best_step, log_completions, start_log
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RunLog", "best_step", "control_weights", "credit_group", "credit_metrics", "eval_metrics",
-    "hints", "introduction", "log_completions", "pass_at_k", "report_run", "rollout_metrics",
-    "start_log", "stock_gap", "timed", "weight_stats", "write_credit_page",
+    "hints", "introduction", "log_completions", "pass_at_k", "peak_memory", "report_run",
+    "rollout_metrics", "start_log", "stock_gap", "timed", "weight_stats", "write_credit_page",
 ]  # fmt: skip
 
 # Values, and how much each of them counts in a mean. The two have the same shape.
@@ -117,7 +118,7 @@ def rollout_metrics(run: Run, batch: Batch, seconds: float) -> dict[str, float]:
     order = gather(batch.rows).argsort()
     advantages = gather(batch.advantages)[order]
     groups = advantages.view(-1, run.args.num_generations)
-    timeouts = rows.new_tensor([run.grader.timeouts])
+    timeouts = rows.new_tensor([run.grader.timeouts + shared_grader().timeouts])
     result["reward_timeouts"] = gather(timeouts).sum().item()
     result["zero_std_share"] = (groups == 0).all(1).float().mean().item()
     result["rollout_tokens"] = round(result["completion_length"] * len(advantages))
@@ -130,7 +131,6 @@ def credit_metrics(run: Run, micros: list[Batch]) -> dict[str, float]:
 
     The concentration of the credit is that of completions with an advantage. The KL is the k3
     estimate of the policy that sampled to the base, where the base's log-probs are known.
-    peak_memory_gb is the highest so far, in GiB: of tensors on a GPU, of this process on a CPU.
     """
     batches = []
     for micro in micros:
@@ -144,7 +144,7 @@ def credit_metrics(run: Run, micros: list[Batch]) -> dict[str, float]:
             log_ratio = torch.where(micro.loss_mask, log_ratio, 0.0)
             averages["kl"] = (log_ratio.exp() - log_ratio - 1, micro.loss_mask)
         batches.append(averages)
-    return means(run, batches) | {"peak_memory_gb": peak_memory(run.accelerator.device)}
+    return means(run, batches)
 
 
 def means(run: Run, batches: list[dict[str, Weighted]]) -> dict[str, float]:
@@ -163,7 +163,7 @@ def means(run: Run, batches: list[dict[str, Weighted]]) -> dict[str, float]:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Returns the most memory in use so far, in GiB."""
+    """Returns the most memory in use so far, in GiB: of a GPU's tensors, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux

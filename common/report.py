@@ -80,7 +80,8 @@ def going_on(path: Path, failed: set[Path]) -> Iterator[None]:
 
 def summarize(rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """Returns what summary.json holds, from the rows of a log and the run's folder."""
-    evals = [row["eval"] for row in rows if row.get("eval")]
+    evaluated = [row for row in rows if row.get("eval")]
+    before = [row["eval"] for row in evaluated if row["step"] == 0]
     updates = [row for row in rows if "reward" in row]
     phases = []
     rollout_tokens = 0.0
@@ -92,8 +93,8 @@ def summarize(rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
         if finite_or_nan(row.get("seconds_rollout")) > 0 and tokens > 0:
             rollout_tokens += tokens
     return {
-        "before": evals[0],
-        "after": evals[-1],
+        "before": before[0] if before else {},  # none if a checkpoint was moved without its log
+        "after": evaluated[-1]["eval"],
         "best": best_evaluation(rows, folder),
         "steps": updates[-1]["step"] if updates else 0,
         "rollout_tokens": int(rollout_tokens),

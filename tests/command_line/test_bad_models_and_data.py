@@ -141,6 +141,30 @@ def test_a_folder_without_weights(refused_run):
     assert "cannot load" in sentence and "no file named model.safetensors" in sentence, sentence
 
 
+QUANTIZED = {
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "another format": {"load_in_8bit": True},
+    "set --dtype": {
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", QUANTIZED)
+def test_a_model_that_was_quantized_otherwise(refused_run, tmp_path, words):
+    """The flags, the introduction and the adapter's card would not say what it is."""
+    config = transformers.BitsAndBytesConfig(**QUANTIZED[words])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        TINY, quantization_config=config, dtype="float32", device_map={"": "cpu"}
+    )
+    model.save_pretrained(tmp_path / "quantized")
+    transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "quantized")
+    sentence = refused_run(
+        "--model_name_or_path", str(tmp_path / "quantized"), "--dtype", "float32"
+    )
+    assert words in sentence
+
+
 def test_lora_target_modules_that_do_not_exist(refused_run):
     sentence = refused_run("--lora_target_modules", "q_proj_of_another", "another")
     assert "with LoRA on q_proj_of_another another: Target modules" in sentence, sentence

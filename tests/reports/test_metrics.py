@@ -270,7 +270,7 @@ def test_rollout_metrics_of_hand_counts():
         "entropy": 2 * torch.cat(noise).mean().item(),
     }  # fmt: skip
     assert {name: result[name] for name in expected} == pytest.approx(expected)
-    assert 0 < result["weight_gini"] < 1 and result["peak_memory_gb"] > 0
+    assert 0 < result["weight_gini"] < 1
     to_base = torch.cat(noise) - torch.cat(noise).sqrt()  # log-probs are -noise, and -its root
     assert result["kl"] == pytest.approx((to_base.exp() - to_base - 1).mean().item(), rel=1e-5)
 
@@ -280,8 +280,6 @@ def test_rollout_metrics_are_the_same_on_one_process_and_on_two():
     alone = metrics_of([shares(list(range(16)))])[0]
     two = metrics_of([shares(*rows[:2]), shares(*rows[2:])])
     assert [result.pop("reward_timeouts") for result in (alone, *two)] == [1, 3, 3]
-    for result in (alone, *two):
-        del result["peak_memory_gb"]
     assert two[0] == two[1] == pytest.approx(alone)
 
 

@@ -69,6 +69,30 @@ def test_a_finished_run_goes_on_from_its_last_checkpoint(run_main, rows_of, tmp_
     assert code == 0 and trainer.checkpoints(tmp_path / "none") == []
 
 
+def test_a_longer_run_and_one_elsewhere_keep_the_evaluations(run_main, tmp_path):
+    """The end of the first run is no multiple of --eval_steps, and yet it stays evaluated."""
+    flags = SHORT | {"max_steps": 1, "eval_steps": 3}
+    assert run_main(**flags)[0] == 0
+    for folder, checkpoint in (("elsewhere", "out/checkpoint-1"), ("out", "latest")):
+        more = {"max_steps": 2, "output_dir": folder, "resume_from_checkpoint": checkpoint}
+        assert run_main(**flags | more)[0] == 0
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        evaluated = [row["step"] for row in map(json.loads, lines) if row.get("eval")]
+        assert evaluated == [0, 1, 2], folder
+        summary = json.loads((tmp_path / folder / "summary.json").read_text())
+        assert summary["before"] == json.loads(lines[0])["eval"]
+
+
+def test_without_its_log_nothing_is_known_of_before(run_main, tmp_path):
+    flags = SHORT | {"max_steps": 1, "eval_steps": 3}
+    assert run_main(**flags)[0] == 0
+    shutil.copytree(tmp_path / "out/checkpoint-1", tmp_path / "alone/checkpoint-1")
+    more = {"output_dir": "new", "resume_from_checkpoint": "alone/checkpoint-1", "max_steps": 2}
+    code, out, _ = run_main(**flags | more)
+    assert code == 0 and "\N{EN DASH}" in out
+    assert json.loads((tmp_path / "new/summary.json").read_text())["before"] == {}
+
+
 @pytest.mark.parametrize(
     ("function", "number"), [("collect", signal.SIGTERM), ("update", signal.SIGINT)]
 )

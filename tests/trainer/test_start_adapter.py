@@ -23,9 +23,10 @@ from support import (
     randomize_adapter,
     unscored,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import grpo_arca as trainer
+from common.data import DataError
 
 RANK = 4
 ALPHA = 12
@@ -33,12 +34,12 @@ TARGETS = {"q_proj", "up_proj"}
 WEIGHTS = "adapter_model.safetensors"
 
 
-def make_adapter(folder: Path, base_name: str = TINY) -> str:
+def make_adapter(folder: Path, base_name: str = TINY, **more) -> str:
     """Writes an adapter that acts, made by PEFT alone, and returns its folder."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(base_name, dtype=torch.float32)
     lora = LoraConfig(
-        task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=sorted(TARGETS)
+        task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=sorted(TARGETS), **more
     )
     model = get_peft_model(base, lora)
     randomize_adapter(model, scale=0.1)
@@ -331,6 +332,73 @@ CONFIGS = {
 def test_an_adapter_that_cannot_be_used_is_one_sentence(copied, capsys, change):
     change_config(copied, **CONFIGS[change])
     assert str(copied) in refused(["--model_name_or_path", str(copied)], capsys)
+
+
+VARIANTS = {
+    "DoRA": {"use_dora": True},
+    "activated LoRA": {"alora_invocation_tokens": [250, 251]},
+    "a bias of LoRA": {"lora_bias": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_that_rollouts_do_not_apply_is_refused(tmp_path, capsys, variant):
+    """Rollouts would come from another policy than the one that is trained, or nothing learn."""
+    folder = make_adapter(tmp_path / "variant", **VARIANTS[variant])
+    sentence = refused(["--model_name_or_path", folder], capsys)
+    assert f"{folder} is a variant of LoRA" in sentence
+
+
+def test_a_variant_that_changes_only_how_matrices_begin_or_scale_is_none(tmp_path):
+    start(make_adapter(tmp_path / "variant", use_rslora=True, rank_pattern={"up_proj": 2}))
+
+
+def test_trained_biases_are_refused(tmp_path, capsys):
+    base = AutoModelForCausalLM.from_config(
+        Qwen2Config(
+            vocab_size=448, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+            num_attention_heads=4, num_key_value_heads=2,
+        )
+    )  # fmt: skip
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "base")
+    folder = make_adapter(tmp_path / "biases", str(tmp_path / "base"), bias="lora_only")
+    assert "trains biases" in refused(["--model_name_or_path", folder], capsys)
+
+
+def test_whole_modules_are_trained_in_float32_alone(tmp_path, capsys):
+    """In bf16 a step changes one entry in a hundred; the rest is rounded away."""
+    folder = make_adapter(tmp_path / "head", modules_to_save=["lm_head"])
+    assert any("lm_head" in name for name in trained(start(folder)))
+    sentence = refused(["--model_name_or_path", folder, "--dtype", "bfloat16"], capsys)
+    assert "set --dtype float32" in sentence
+
+
+def test_a_new_adapter_names_the_revision_of_its_base(tmp_path):
+    """Else a run that starts from it would train on the base's newest revision."""
+    run = start(TINY, model_revision="v1.0")  # of a folder, the revision is not looked for
+    run.model.save_pretrained(tmp_path / "saved")
+    args = trainer.parse_args(["--model_name_or_path", str(tmp_path / "saved")])
+    assert args.model_revision == "v1.0"
+
+
+OTHER_TOKENIZERS = {
+    "chat_template": "{{ messages[0]['content'] }}\nAnswer: ",
+    "eos_token": "<pad>",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TOKENIZERS)
+def test_an_adapter_with_another_template_or_end_is_refused(copied, name):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    args = trainer.parse_args(["--model_name_or_path", str(copied)])
+    tokenizer.save_pretrained(copied)  # as the trainers of transformers and TRL do
+    trainer.load_data(args)
+    assert getattr(tokenizer, name) != OTHER_TOKENIZERS[name]
+    setattr(tokenizer, name, OTHER_TOKENIZERS[name])
+    tokenizer.save_pretrained(copied)
+    with pytest.raises(DataError, match="another chat template or end token"):
+        trainer.load_data(args)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"peft_type": "LORA"}', "\x00"])
