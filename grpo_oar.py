@@ -234,7 +234,7 @@ class Args:
     resume_from_checkpoint: str | None = flag(None, "a checkpoint, or latest: the newest, if any")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "tracker")
     run_name: str = flag("", "name in the tracker and in titles; default: output_dir's")
-    # no flag: `start_from_adapter` fills it in
+    # no flag: `parse_args` fills it in
     start_adapter: str | None = field(default=None, init=False)  # folder; None: a new adapter
 
     @property
@@ -268,13 +268,11 @@ TRL_FLAGS = {  # what to do about flags of TRL that are not here
     "logging_dir": "use --output_dir",
     "logging_steps": "every update is logged",
     "lora_task_type": "it is always CAUSAL_LM",
-    "mask_truncated": "use --mask_truncated_completions",
     "max_prompt_length": "no prompt is cut; one that does not fit the context is an error",
     "min_p": "use --top_p or --top_k",
     "num_train_epochs": "use --max_steps",
     "optim": "the optimizer is always AdamW",
     "overwrite_output_dir": "remove the folder, or change --output_dir",
-    "per_device_eval_batch": "use --per_device_eval_batch_size",
     "push_to_hub": "upload the folder adapter/ with the command hf upload",
     "repetition_penalty": "sampling has no penalties",
     "save_strategy": "use --save_steps",
@@ -308,8 +306,8 @@ def say(
 ) -> None:
     """Prints a line to standard error, above the progress bar.
 
-    Only the main process speaks, unless the message may be one process's own. Only a message of
-    our own words needs no limit on its characters.
+    Only the main process speaks, unless the message may be one process's own. `limit` is a number
+    of characters, because a message may quote a file or another library. None is for our own words.
     """
     rank = os.environ.get("RANK", "0")
     is_main = not rank.isdecimal() or int(rank) == 0  # `check_ranks` refuses what is no number
@@ -841,41 +839,6 @@ class Batch:
         return replace(self, prompt_width=self.prompt_width - start, **changes)
 
 
-class StopRequest:
-    """Records that the run should end: a signal has come, or `accelerate launch` has ended."""
-
-    def __init__(self) -> None:
-        self.received = False
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Records signals within the `with` block. In a notebook, other cells want them later."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, LAUNCHER_HAS_ENDED)
-        former_handlers = {number: signal.getsignal(number) for number in numbers}
-        try:
-            signal.signal(signal.SIGINT, self.handle)
-            signal.signal(signal.SIGTERM, self.handle)
-            if former_handlers[signal.SIGHUP] != signal.SIG_IGN:  # nohup ignores it
-                signal.signal(signal.SIGHUP, self.handle)
-            signal.signal(LAUNCHER_HAS_ENDED, self.record)
-            yield
-        finally:
-            for number, handler in former_handlers.items():
-                signal.signal(number, handler)
-
-    def handle(self, number: int, frame: object) -> None:
-        """Records the first signal, and ends the process at the second one."""
-        if self.received:
-            os._exit(128 + number)
-        self.record(number, frame)
-
-    def record(self, number: int, frame: object) -> None:
-        if not self.received:
-            # os.write, because the signal may have interrupted a print
-            os.write(2, b"\nending after this rollout or batch; a second signal ends at once\n")
-        self.received = True
-
-
 @dataclass
 class Run:
     """The objects that training uses, and its progress, which determines the data and samples."""
@@ -890,8 +853,8 @@ class Run:
     eos_ids: Tensor  # every token that ends a completion
     reward_funcs: dict  # name -> (function, weight)
     start_weights: dict[str, Tensor]  # of the adapter that the run started from; empty if new
+    stop_request: StopRequest
     grader: Grader = field(default_factory=Grader)
-    stop_request: StopRequest = field(default_factory=StopRequest)
     step: int = 0  # updates so far
     rollout: int = 0  # rollouts so far
     groups: list = field(default_factory=list)  # examples for credit.html
@@ -900,7 +863,7 @@ class Run:
     task: str = ""  # identifies all problems and prompts, so that `resume` recognizes them
 
     def is_due(self, interval: int) -> bool:
-        """Whether the last rollout's updates reached a multiple of `interval`; 0 means never."""
+        """Returns whether the last rollout reached a multiple of `interval` updates; 0: never."""
         if interval == 0 or self.step == 0:
             return False
         return self.step % interval < self.args.updates_per_rollout
@@ -1023,7 +986,7 @@ def collect(run: Run, train_set: ProblemSet, metrics: dict) -> Batch:
 def micro_batches(args: Args, batch: Batch) -> list[list[Batch]]:
     """Returns each update's micro-batches: only rows with a gradient, sorted by length."""
     if args.beta == 0:  # then a row whose advantage is 0 has no gradient
-        batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
+        batch = replace(batch, loss_mask=batch.loss_mask & (batch.advantages != 0)[:, None])
     has_gradient = batch.loss_mask.any(1)  # [B]
 
     updates = []
@@ -1418,8 +1381,9 @@ def join_batches(parts: list[Batch], pad_token_id: int) -> Batch:
         padded = []
         for part in parts:
             columns = getattr(part, name)
-            on_the_left = 0 if name in ("sampled_logp", "entropy") else prompt_width
-            on_the_left = max(0, on_the_left - part.prompt_width)
+            on_the_left = 0
+            if name in ("ids", "attention"):  # [B, P + T]
+                on_the_left = prompt_width - part.prompt_width
             on_the_right = length - part.mask.shape[1]
             padded.append(F.pad(columns, (on_the_left, on_the_right), value=padding))
         return torch.cat(padded)
@@ -1731,7 +1695,7 @@ def check_adapter(args: Args, model: PeftModel) -> None:
 def is_extra_layer(
     config: transformers.PretrainedConfig, modules: dict[str, nn.Module], key: str
 ) -> bool:
-    """Whether a weight is of a layer beyond the last one of a stack that the model has.
+    """Returns whether a weight is of a layer beyond the last one of a stack that the model has.
 
     Layers that predict further tokens may follow the stack. Only their own loss would use them.
     """
@@ -1839,6 +1803,7 @@ def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Ru
         eos_ids=torch.tensor(stop_token_ids(model, tokenizer), device=accelerator.device),
         reward_funcs=reward_funcs,
         start_weights=start_weights,
+        stop_request=StopRequest(),
     )
 
 
@@ -1886,9 +1851,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_raised_by_credit(error: Exception) -> bool:
-    """Whether the last function of this file that an error went through is the method's own.
+    """Returns whether an error comes from the method.
 
-    That is one in the CREDIT region, or one that computes with what those return.
+    Then the last function of this file that it went through stands in the CREDIT region, or
+    computes with what those return.
     """
     lines = SCRIPT.read_text(encoding="utf-8").splitlines()
     region = range(lines.index("# === CREDIT ==="), lines.index("# === END CREDIT ==="))
@@ -1936,6 +1902,42 @@ def check_credit(batch: Batch) -> None:
         fail(f"token_scores returned a score that is not a finite number (lowest: {lowest})")
     if not (batch.weights >= 0).all() or not batch.credit.isfinite().all():  # NaN is not >= 0
         fail(f"assign_credit made weights below 0 or NaN, from scores of at least {lowest}")
+
+
+# ---- Signals -------------------------------------------------------------------------------------
+class StopRequest:
+    """Records that the run should end: a signal has come, or `accelerate launch` has ended."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Records signals within the `with` block. In a notebook, other cells want them later."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, LAUNCHER_HAS_ENDED)
+        former_handlers = {number: signal.getsignal(number) for number in numbers}
+        try:
+            signal.signal(signal.SIGINT, self.handle)
+            signal.signal(signal.SIGTERM, self.handle)
+            if former_handlers[signal.SIGHUP] != signal.SIG_IGN:  # nohup ignores it
+                signal.signal(signal.SIGHUP, self.handle)
+            signal.signal(LAUNCHER_HAS_ENDED, self.record)
+            yield
+        finally:
+            for number, handler in former_handlers.items():
+                signal.signal(number, handler)
+
+    def handle(self, number: int, frame: object) -> None:
+        """Records the first signal, and ends the process at the second one."""
+        if self.received:
+            os._exit(128 + number)
+        self.record(number, frame)
+
+    def record(self, number: int, frame: object) -> None:
+        if not self.received:
+            # os.write, because the signal may have interrupted a print
+            os.write(2, b"\nending after this rollout or batch; a second signal ends at once\n")
+        self.received = True
 
 
 # ---- Checkpoints: everything that training changes -----------------------------------------------
@@ -2029,21 +2031,18 @@ def resume(run: Run) -> None:
     existing = checkpoints(output_dir)
 
     # Never overwrite a run, and never continue it from any but its newest checkpoint.
-    is_newest = requested == "latest"
-    if existing and requested is not None:
-        is_newest = is_newest or Path(requested).resolve() == existing[-1].resolve()
-    if existing and not is_newest:
+    folder = None if requested is None else Path(requested)
+    if requested == "latest":
+        folder = existing[-1] if existing else None
+    if existing and (folder is None or folder.resolve() != existing[-1].resolve()):
         advice = "add --resume_from_checkpoint latest, or change --output_dir"
         fail(f"{existing[-1]} exists: {advice}")
     if not existing and Path(output_dir, "summary.json").exists():
         fail(f"{output_dir} holds a finished run: remove it, or change --output_dir")
-    if requested is None:
+    if folder is None:
+        if requested == "latest":
+            say(f"no checkpoint in {output_dir}: starting at step 0")
         return
-    if requested == "latest" and not existing:
-        say(f"no checkpoint in {output_dir}: starting at step 0")
-        return
-
-    folder = existing[-1] if requested == "latest" else Path(requested)
     try:
         saved_flags = load_checkpoint(run, folder)
     except ValueError as error:
@@ -2283,7 +2282,7 @@ def locked(output_dir: str) -> Iterator[None]:
 
 
 def run_to_the_end(args: Args) -> None:
-    """Trains, and saves the adapter and a report; after a signal, only a checkpoint."""
+    """Loads the data and the policy, and does the whole run."""
     tokenizer, train_set, held_out = load_data(args)
     with locked(args.output_dir):
         run = build_run(args, tokenizer)
@@ -2291,7 +2290,7 @@ def run_to_the_end(args: Args) -> None:
 
 
 def train_and_report(run: Run, train_set: ProblemSet, held_out: ProblemSet) -> None:
-    """Does `run_to_the_end` for a run that is built."""
+    """Trains, and saves the adapter and a report; after a signal, only a checkpoint."""
     args = run.args
     run.task = task_fingerprint([train_set, held_out])
     accelerator = run.accelerator

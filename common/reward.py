@@ -397,8 +397,7 @@ def call_reward_func(
         raise
     except BaseException as error:  # SystemExit as well
         place = users_line(error, function)
-        row = failing_row(function, inputs)
-        what = f"{short(error, 200)}{place}{users_row(prompts, row)}"
+        what = f"{short(error, 200)}{place}"
         raise RewardError(f"correct the reward function {name}: {what}") from error
 
     wrong = ""
@@ -537,31 +536,8 @@ def users_line(error: BaseException, function: RewardFunction) -> str:
     return f" in the function at line {code.co_firstlineno} of {code.co_filename}"
 
 
-def failing_row(function: RewardFunction, inputs: dict[str, list]) -> int | None:
-    """Returns the first row that fails where a reward function is called with it alone.
-
-    Returns None if all rows fail, or none: then no row is to blame.
-    """
-    first = None
-    some_row_works = False
-    for row in range(len(inputs["prompts"])):
-        one = {name: cells[row : row + 1] for name, cells in inputs.items()}
-        try:
-            call_on_copies(function, one, {})
-            some_row_works = True
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            first = row if first is None else first
-        if some_row_works and first is not None:
-            return first
-    return None
-
-
-def users_row(prompts: list, row: int | None) -> str:
-    """Returns " for completions[...] (prompt ...)", which names a row of the batch, or ""."""
-    if row is None:
-        return ""
+def users_row(prompts: list, row: int) -> str:
+    """Returns " for completions[...] (prompt ...)", which names a row of the batch."""
     prompt = prompts[row]
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     return f" for completions[{row}] (prompt {short(text, 80)})"

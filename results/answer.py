@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import headroom
 import numpy as np
-from headroom import read_csv, stored_curves, write_csv
-from learning_curves import LEARNED_ABOVE, interval
+from headroom import read_csv, stored_curves
+from learning_curves import LEARNED_ABOVE, interval, write_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "results/data"
@@ -336,10 +336,10 @@ def draw_prediction(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     found = studies()
     rows = difference_rows([*found, *rollout_size_studies()])
-    write_csv(rows, OUTPUT / "differences.csv")
+    write_table(rows, OUTPUT / "differences.csv")
     draw_differences(found, rows, OUTPUT / "differences.png")
     predictions = prediction_rows()
-    write_csv(predictions, OUTPUT / "prediction.csv")
+    write_table(predictions, OUTPUT / "prediction.csv")
     draw_prediction(predictions, OUTPUT / "prediction.png")
     for row in rows:
         print(*(f"{x:.4g}" if isinstance(x, float) else x for x in row.values()), sep="  ")

@@ -22,7 +22,6 @@ the first wrong completion of the policy of the (last) run, under four methods.
 """
 
 import argparse
-import csv
 import importlib
 import json
 import sys
@@ -33,12 +32,15 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from learning_curves import write_table
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from precision import spearman
 
 from common.data import encode_prompt, grade_batch
 from common.metrics import credit_group, weight_stats, write_credit_page
@@ -151,12 +153,6 @@ def first_wrong_auroc(weights: Tensor, roles: list[str]) -> float | None:
     return (is_less + 0.5 * is_same).mean().item()
 
 
-def spearman(a: Tensor, b: Tensor) -> float:
-    """Returns the rank correlation of two tensors [n]."""
-    ranks = [x.argsort().argsort().double() for x in (a, b)]
-    return torch.corrcoef(torch.stack(ranks))[0, 1].item()
-
-
 def mean_rank(oar_p: Tensor, oar_g: Tensor) -> float:
     """Returns the mean rank correlation of two scores [B, T] over completions."""
     correlations = []
@@ -231,16 +227,6 @@ def measure(folder: str | None, task_of: str | None, count: int = 32) -> Study:
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes rows as .csv, their floats with four digits."""
-    with open(path, "w", newline="") as file:
-        lines = csv.DictWriter(file, rows[0])
-        lines.writeheader()
-        for row in rows:
-            shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
-            lines.writerow(shown)
-
-
 def write_page(folder: str, groups: list[dict[str, Any]]) -> None:
     """Writes heatmap.html: one group of a run's policy under every method."""
     steps = json.loads((Path(folder) / "summary.json").read_text())["steps"]
@@ -327,7 +313,7 @@ def main() -> None:
         study = measure(folder, folder, options.problems)
         rows += study.rows
         write_page(folder, study.groups)
-    write_table(options.output, rows)
+    write_table(rows, options.output)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ each run and evaluation; table.csv, a line for each method and rate; control.png
 import argparse
 import csv
 import json
-import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -34,10 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from learning_curves import area, interval, start, write_table
 
 ROOT = Path(__file__).resolve().parents[1]
-from learning_curves import interval
-
 RUNS = ROOT / "runs/headroom"
 DATA = ROOT / "results/data/headroom"
 POLICY = ROOT / "common/misconceived_policy"
@@ -213,16 +210,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
 
-def start(command: list[str], folder: Path) -> None:
-    """Runs a command on one core to its end. What it prints goes to the folder's log.txt."""
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with open(folder / "log.txt", "a") as log:
-        subprocess.run(
-            command, cwd=ROOT, env=environment, check=False, stdout=log, stderr=subprocess.STDOUT
-        )
-
-
 def train(runs: list[Run], processes: int) -> None:
     """Makes the runs that are missing, and says how much time is left."""
     missing = [run for run in runs if not run.is_done()]
@@ -353,11 +340,6 @@ def share_of_rollouts(curves: np.ndarray, others: np.ndarray) -> tuple[float, fl
     return share, first_place(places, limits[:, 1]), first_place(places, limits[:, 0])
 
 
-def area(curves: np.ndarray) -> np.ndarray:
-    """Returns the mean height of each curve [S, E]."""
-    return (curves[:, 1:] + curves[:, :-1]).mean(1) / 2
-
-
 def reference_curves(runs: list[dict[str, str]], method: str) -> dict[int, np.ndarray]:
     """Returns the curves of GRPO that a method is compared with: at as many updates."""
     if method in FOUR_UPDATES:
@@ -402,17 +384,6 @@ def table_row(runs: list[dict[str, str]], method: str, rate: str) -> dict[str, A
     }
 
 
-def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    """Saves a table; numbers have four digits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        for row in rows:
-            shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
-            writer.writerow(shown)
-
-
 def read_csv(path: Path) -> list[dict[str, str]]:
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
@@ -425,7 +396,7 @@ def tabulate() -> None:
         lines += evaluation_rows(run) if run.has_reached_bar() else run.published_lines()
     if not lines:
         sys.exit("headroom.py: no run is done, so there is nothing to tabulate")
-    write_csv(lines, DATA / "runs.csv")
+    write_table(lines, DATA / "runs.csv")
     runs = read_csv(DATA / "runs.csv")
     rows = [
         table_row(runs, method, rate)
@@ -433,7 +404,7 @@ def tabulate() -> None:
         for method in COMMANDS
         if method != GRPO_WITH_KL and stored_curves(runs, method, rate)
     ]
-    write_csv(rows, DATA / "table.csv")
+    write_table(rows, DATA / "table.csv")
     at_rate = [row for row in rows if row["rate"] == RATE]
     controls = [row for row in at_rate if row["method"] in (GRPO, *ORACLES)]
     draw_controls(runs, controls, DATA / "control.png")
@@ -548,7 +519,7 @@ def main() -> None:
     runs = [run for run in planned_runs() if run.method in (args.methods or COMMANDS)]
     if not args.tabulate:
         if not (DATA / "untrained.csv").exists():
-            write_csv(evaluate_untrained(), DATA / "untrained.csv")
+            write_table(evaluate_untrained(), DATA / "untrained.csv")
         train(runs, args.processes)
     tabulate()
 

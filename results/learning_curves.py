@@ -4,7 +4,6 @@
     python results/learning_curves.py --stage control           # uniform and the value oracle first
     python results/learning_curves.py --list        # the runs, and which are done
     python results/learning_curves.py --draw        # table and figure of what is there
-    python results/learning_curves.py --once runs/once   # half an hour: one run of each kind again
     python results/learning_curves.py --smollm2 smollm2  # on the language model of that folder
     python results/learning_curves.py --smollm2 smollm2 --divergence   # a minute for each run
     python results/learning_curves.py --default_run grpo_arca.py --write -- --credit uniform
@@ -53,7 +52,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -288,18 +286,16 @@ class Run(NamedTuple):
 
         What the process prints goes to log.txt.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "log.txt", "a") as log:
-            one_core = os.environ | {"OMP_NUM_THREADS": "1"}
-            subprocess.run(
-                self.command(),
-                cwd=ROOT,
-                env=one_core,
-                check=False,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        start(self.command(), self.folder)
         return self.is_done()
+
+
+def start(command: list[str], folder: Path) -> None:
+    """Runs a command on one core to its end. What it prints goes to the folder's log.txt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    one_core = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(folder / "log.txt", "a") as log:
+        subprocess.run(command, cwd=ROOT, env=one_core, stdout=log, stderr=subprocess.STDOUT)
 
 
 STORED: dict[Run, dict[str, str]] = {}  # with --go_on: the tables' columns of a run
@@ -408,50 +404,15 @@ def train_all(runs: list[Run], processes: int) -> None:
         sys.exit(f"learning_curves.py: {len(failed)} runs failed, see {failed[0]}")
 
 
-def once(regimes: list[str], folder: Path, processes: int) -> None:
-    """Does one run of each kind again, into another folder.
-
-    A kind is a method, a regime, and sweep or curve. Prints how many are the same, and by their
-    times how long all runs would take.
-    """
-    global FOLDER
-    every = {*plan("sweep", regimes, list(METHODS)), *plan("curves", regimes, list(METHODS))}
-    kinds = Counter((run.regime, run.method, run.held_out) for run in every)
-    runs = []
-    for regime, method, held_out in kinds:
-        rate = best_rate(regime, method)
-        if rate is None:
-            sys.exit(
-                "learning_curves.py: --once repeats runs of the study: finish its sweeps first"
-            )
-        seed = SEEDS[0] if held_out else SWEEP_SEEDS[0]
-        runs.append(Run(regime, method, rate, seed, held_out))
-
-    before = [outcome(run) for run in runs if run.is_done()]
-    FOLDER = folder.absolute()
-    train_all(runs, processes)
-    same = sum(outcome(run) in before for run in runs)
-    hours = 0.0
-    for run, count in zip(runs, kinds.values(), strict=True):
-        seconds = json.loads((run.folder / "summary.json").read_text())["seconds"]
-        hours += seconds * count / 3600
-    print(f"{same} of {len(runs)} the same; all {len(every)} take {hours:.1f} hours of one core")
-
-
-def outcome(run: Run) -> list[tuple]:
-    """Returns what a run computed, without its times."""
-    return [(run[:4], row.get("reward"), row.get("loss"), row.get("eval")) for row in run.rows()]
-
-
 # ---- Figures from runs ---------------------------------------------------------------------------
 def held_out_curve(run: Run) -> np.ndarray:
     """Returns the sampled accuracy at the beginning and after every EVERY rollouts."""
     return np.array([evaluation["sampled_accuracy"] for evaluation in run.evaluations()])
 
 
-def area(curve: np.ndarray) -> float:
-    """Returns the area under a curve over an axis from 0 to 1."""
-    return (curve[1:] + curve[:-1]).mean() / 2
+def area(curves: np.ndarray) -> np.ndarray:
+    """Returns the area under each curve [..., E] over an axis from 0 to 1: its mean height."""
+    return (curves[..., 1:] + curves[..., :-1]).mean(-1) / 2
 
 
 def measure_divergence(run: Run) -> None:
@@ -635,8 +596,9 @@ def rows_of_runs(found: Curves) -> list[dict[str, Any]]:
     return rows
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes rows as .csv, their floats with four digits."""
+def write_table(rows: list[dict[str, Any]], path: Path) -> None:
+    """Writes rows as .csv, their floats with four digits. A row may lack some columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     names: dict[str, None] = {}  # an ordered set
     for row in rows:
         names |= dict.fromkeys(row)
@@ -829,7 +791,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     study = "chains" if model is None else "smollm2"
     add("--output", type=Path, default=DATA / "learning_curves" / study, help="tables and figure")
     add("--go_on", action="store_true", help="runs of the tables there are done")
-    add("--once", type=Path, help="folder for one run of each kind again")
     add("--default_run", metavar="SCRIPT", help="the script's defaults on --seeds instead")
     add(
         "--write",
@@ -874,9 +835,6 @@ def main() -> None:
     if options.go_on:
         go_on(table)
     regimes = options.regimes or [regime for regime in REGIMES if regime != CONSTANT]
-    if options.once:
-        once(regimes, options.once, options.processes)
-        return
 
     do_stages(options, regimes)
     if options.divergence:
@@ -884,8 +842,9 @@ def main() -> None:
     rows, found = tabulate(options.regimes or list(REGIMES))
     if options.list or not found:
         return
-    write(table, rows)
-    write(options.output.with_name(options.output.name + "_runs.csv"), rows_of_runs(found))
+    write_table(rows, table)
+    runs_table = options.output.with_name(options.output.name + "_runs.csv")
+    write_table(rows_of_runs(found), runs_table)
     draw(rows, found, options.output.with_suffix(".png"))
     for row in rows:
         print(*(f"{x:.3f}" if isinstance(x, float) else x for x in row.values()), sep="  ")

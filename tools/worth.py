@@ -232,7 +232,7 @@ def squares(run: trainer.Run, rollout: trainer.Batch) -> Tensor:
     trained = trained_parameters(run)
     one_by_one = replace(run.args, per_device_train_batch_size=1)
     found = torch.zeros(2, 2)
-    for update in trainer.micro_batches(one_by_one, replace(rollout)):
+    for update in trainer.micro_batches(one_by_one, rollout):
         for row in update:
             if not row.loss_mask.any():  # stands for an update without a gradient
                 continue

@@ -78,13 +78,6 @@ def test_a_stray_word_of_many_characters_is_cut(capsys):
     assert sentence.endswith("x: a flag begins with --") and len(sentence) < 200
 
 
-def test_the_advice_names_flags_that_are_here_for_flags_that_are_not():
-    own = {declared.name for declared in fields(trainer.Args)}
-    assert not own & set(trainer.TRL_FLAGS)
-    for name, advice in trainer.TRL_FLAGS.items():
-        assert set(re.findall(r"--(\w+)", advice)) - {"credit"} <= own, name
-
-
 @pytest.mark.parametrize("argv", ["stray", "--max_steps 3 stray", "stray --beta 0.1", "-x", "- 3"])
 def test_a_stray_word_is_told_from_a_flag(argv, capsys):
     sentence = refused(argv.split(), capsys)

@@ -1051,21 +1051,31 @@ def own_function(tmp_path, monkeypatch):
     return function
 
 
-def test_an_error_names_file_line_and_row(tmp_path, own_function):
+def test_an_error_names_file_and_line(tmp_path, own_function):
     """The line of the function that it calls, not of the library in which the error is raised."""
     file = tmp_path / "own_of_test_reward.py"
     with pytest.raises(RewardError) as error:
         called(own_function, texts=("1", "{"))
     said = str(error.value)
     assert said.startswith("correct the reward function mine: JSONDecodeError('Expecting property")
-    assert said.endswith(f") in line 3 of {file} for completions[1] (prompt 'b')")
-    with pytest.raises(RewardError) as error:  # every row fails, so none is to blame
-        called(own_function, texts=("{", "{"))
-    assert str(error.value).endswith(f" in line 3 of {file}")
+    assert said.endswith(f") in line 3 of {file}")
     for values in ([1j, 1], None):  # no line is to blame
         with pytest.raises(RewardError) as error:
             called(returns(values))
         assert ".py" not in str(error.value)
+
+
+def test_a_function_that_raises_is_not_called_again():
+    """It may be a paid judge that refuses."""
+    calls = []
+
+    def mine(completions, **_):
+        calls.append(completions)
+        raise ConnectionError("too many requests")
+
+    with pytest.raises(RewardError, match="too many requests"):
+        called(mine)
+    assert len(calls) == 1
 
 
 def test_a_call_that_the_function_does_not_allow_names_the_function():

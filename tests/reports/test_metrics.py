@@ -33,7 +33,7 @@ from tqdm import tqdm
 import grpo_arca
 from common import report, run_log
 from common.credit_page import credit_group, write_credit_page
-from common.curves import PANELS, write_curves
+from common.curves import PANELS, smoothed, write_curves
 from common.data import Problem, load_data
 from common.messages import hints, introduction
 from common.metrics import (
@@ -805,6 +805,12 @@ def has_text(name: str, artist: object) -> bool:
 
 
 @pytest.mark.slow  # a process of its own, which imports torch
+def test_a_smoothed_line_spreads_a_spike_over_a_tenth_of_the_run():
+    values = [0.0] * 40
+    values[20] = 1.0
+    assert smoothed(values) == [0.0] * 18 + [0.2] * 5 + [0.0] * 17
+
+
 def test_matplotlib_is_loaded_late_and_pyplot_never(tmp_path):
     code = (
         "import sys, common.metrics, common.curves as m; assert 'matplotlib' not in sys.modules;"

@@ -146,28 +146,6 @@ def test_the_falling_rates_run_by_default_and_the_constant_one_if_asked_for(
         assert kinds == regimes
 
 
-def test_one_run_of_each_kind_again(small, monkeypatch, tmp_path, capsys):
-    regime, methods, again = "one update", list(study.METHODS), tmp_path / "again"
-    command = ["learning_curves.py", "--regimes", regime, "--once", str(again)]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match="finish its sweeps first"):
-        study.main()
-    for run in study.plan("sweep", [regime], methods):
-        write_run(run, [float(run.rate)], [])
-    curves = study.plan("curves", [regime], methods)
-    for run in curves:
-        write_run(run, [0.5], [0.5])
-    monkeypatch.setattr(study, "FOLDER", again)  # so that there is nothing to train
-    for method in methods:
-        write_run(study.Run(regime, method, "0.004", 101, False), [0.004], [])
-    for run in curves[: len(methods)]:
-        write_run(run, [0.5], [0.6 if run.method == "oar_g" else 0.5])
-    monkeypatch.setattr(study, "FOLDER", tmp_path)
-    study.main()
-    # Three methods, each with 4 runs of the sweep and 2 curves, of 36 seconds
-    assert "5 of 6 the same; all 18 take 0.2 hours" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_the_study_end_to_end(small, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(study, "RATES", {"one update": ("0.004",)})

@@ -16,9 +16,10 @@ def packed(module: torch.nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_log_probs_and_hidden_states(make_run, temperature):
+def test_log_probs_and_hidden_states(make_run, monkeypatch, temperature):
     """Trained log-probs are log_softmax(logits / temperature), as sampled ones are, and hidden
     state t is the one whose logits predict token t."""
+    monkeypatch.setattr(trainer, "LOGITS_PER_CHUNK", 448 * 5)  # chunks of 5 tokens
     run, batch = make_run(temperature=temperature), random_batch()
     base = run.model.get_base_model()
     run.policy.eval()

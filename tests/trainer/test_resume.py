@@ -83,6 +83,15 @@ def test_a_longer_run_and_one_elsewhere_keep_the_evaluations(run_main, tmp_path)
         assert summary["before"] == json.loads(lines[0])["eval"]
 
 
+def test_what_is_due_where_a_rollout_has_three_updates(make_run):
+    run = make_run(steps_per_generation=3)
+    due = []
+    for run.step in range(0, 31, 3):
+        if run.is_due(10):
+            due.append(run.step)
+    assert due == [12, 21, 30] and not run.is_due(0)
+
+
 def test_without_its_log_nothing_is_known_of_before(run_main, tmp_path):
     flags = SHORT | {"max_steps": 1, "eval_steps": 3}
     assert run_main(**flags)[0] == 0
