@@ -765,7 +765,10 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
             layer.forward = functools.partial(checkpoint, nf4_in_fp32, layer, use_reentrant=False)
         for parameter in bf16_parameters:
             parameter.data = parameter.data.float()
-        yield Policy(run.model, run.args.temperature)  # run.policy would autocast to bf16
+        # Not run.policy, which would autocast to bf16, and eagerly: in a compiled layer,
+        # reading an NF4 weight never ends.
+        with torch.compiler.set_stance("force_eager"):
+            yield Policy(run.model, run.args.temperature)
     finally:
         for layer in bf16_layers:
             layer.compute_dtype = torch.bfloat16
@@ -1339,6 +1342,7 @@ class Decoder:
         step by step.
         """
         graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
         try:
             # thread_local, because NCCL's own thread may use the GPU meanwhile
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -1346,6 +1350,7 @@ class Decoder:
             self.graph = graph
         except RuntimeError as error:
             Decoder.can_capture = False
+            torch.cuda.set_stream(stream)  # a capture that fails stays on its own
             say(f"this model decodes without a CUDA graph, which is slower: {error}")
 
     def keep(self, rows: Tensor) -> None:

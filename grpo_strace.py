@@ -1071,6 +1071,7 @@ class Decoder:
         step by step.
         """
         graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
         try:
             # thread_local, because NCCL's own thread may use the GPU meanwhile
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -1078,6 +1079,7 @@ class Decoder:
             self.graph = graph
         except RuntimeError as error:
             Decoder.can_capture = False
+            torch.cuda.set_stream(stream)  # a capture that fails stays on its own
             say(f"this model decodes without a CUDA graph, which is slower: {error}")
 
     def keep(self, rows: Tensor) -> None:

@@ -2,9 +2,10 @@
 
     python tools/gpu_proof.py                       # what is not done yet, into runs/gpu_proof
     python tools/gpu_proof.py kill profile          # these parts alone, again
+    python tools/gpu_proof.py --seconds 570         # in jobs of ten minutes: call it again
     python tools/gpu_proof.py --small               # in small on a CPU: does the command work?
 
-Each part has processes of its own and a time limit: the seconds below, 1,920 in all, plus what
+Each part has processes of its own and a time limit: the seconds below, 2,135 in all, plus what
 earlier parts did not use, and at most ten minutes. If a part fails or takes too long, the others
 still run. The next call repeats it, and skips what is done. <folder>/<part>/output.txt has all
 that it printed. After each part results/data/gpu_proof/gpu.json and the last section of
@@ -17,6 +18,7 @@ Only `memory` needs other parts: it compares its counts with the peaks of `trl` 
 
 import argparse
 import contextlib
+import ctypes
 import importlib.metadata
 import itertools
 import json
@@ -34,6 +36,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- gpu_proof.py: begin -->"
@@ -132,7 +136,7 @@ BF16 = [
 PARTS = [
     Part(
         "tests",
-        190,
+        260,
         "pytest tests/trainer/test_gpu.py -s",
         [
             "tests that pass >= 1",
@@ -175,7 +179,7 @@ PARTS = [
     ),
     Part(
         "oar",
-        60,
+        100,
         bench("grpo_oar", "--credit uniform oar_g"),
         ["oar_g, step over uniform's <= 1.5"],
     ),
@@ -187,13 +191,13 @@ PARTS = [
     ),
     Part(
         "8b",
-        135,
+        170,
         bench("grpo_arca", f"--credit arca --shape 8B {LONG}", QUANTIZED),
         ["arca, rollout tokens/s", "arca, peak GiB <= 20"],
     ),
     Part(
         "16x640",
-        70,
+        100,
         bench("grpo_arca", "--credit uniform --completion_tokens 512", COMPILED),
         ["uniform, training tokens/s >= 38000", "uniform, training peak GiB <= 10"],
     ),
@@ -242,7 +246,7 @@ PARTS = [
     ),
     Part(
         "worth",
-        100,
+        140,
         f"{CHECKPOINT} {{larger_shape}} && {WORTH}",
         ["seconds a batch of worth.py <= 150"],  # 24 of them within an hour
     ),
@@ -507,11 +511,9 @@ def kill(folder: str, *command: str) -> None:
     launcher = subprocess.Popen(command)
     while launcher.poll() is None and not Path(folder).exists():
         time.sleep(0.05)
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-    trainers = children.read_text().split() if children.exists() else []
-    for trainer in trainers:
-        os.kill(int(trainer), signal.SIGKILL)
-        print(f"killed {trainer}", flush=True)
+    for trainer in psutil.Process(launcher.pid).children():
+        trainer.kill()
+        print(f"killed {trainer.pid}", flush=True)
     if launcher.wait() == 0 or not Path(folder).exists():
         sys.exit("it ended before it was killed")
     sys.exit(subprocess.run([*command, "--resume_from_checkpoint", "latest"]).returncode)
@@ -607,6 +609,11 @@ INSIDE: dict[str, Callable[..., None]] = {
 
 
 # ---- Doing the parts -----------------------------------------------------------------------------
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def do(command: str, seconds: float, log: Path, env: dict[str, str]) -> str:
     """Runs commands one after another, and returns how they ended. Their output goes to the log."""
     ends = time.monotonic() + seconds
@@ -622,6 +629,7 @@ def do(command: str, seconds: float, log: Path, env: dict[str, str]) -> str:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=die_with_parent,
                 )
             except OSError as error:
                 return f"failed: {error}"
@@ -715,6 +723,7 @@ def parse_options() -> argparse.Namespace:
     add("parts", nargs="*", help="to be done again; default: all that are not done")
     add("--small", action="store_true", help="try the command on a CPU")
     add("--folder", type=Path, help="default runs/gpu_proof, with --small runs/gpu_proof_small")
+    add("--seconds", type=float, default=math.inf, help="end by then; the next call goes on")
     add("--smollm2", type=Path, default="~/.cache/smollm2", help="made by tools/smollm2.py")
     add("--gsm8k", type=Path, help="GSM8K as .jsonl; default: the embedded task stands in")
     options = parser.parse_args()
@@ -744,9 +753,13 @@ def prove(options: argparse.Namespace) -> int:
     factor = SMALL_FACTOR if options.small else 1
     limits = [part.seconds * factor for part in due]
     saved = 0.0
+    ends = time.monotonic() + options.seconds
     for i, part in enumerate(due):
         began = time.monotonic()
-        limit = min(limits[i] + saved, MOST_SECONDS)
+        if began + limits[i] > ends:
+            print(f"{part.name} may take {limits[i]:.0f} s, and --seconds has less left")
+            break
+        limit = min(limits[i] + saved, MOST_SECONDS, ends - began)
         left = limit + sum(limits[i + 1 :])
         times = f"up to {limit:.0f} s; all that is left: up to {left:.0f} s"
         print(f"{i + 1}/{len(due)} {part.name}: {times}", flush=True)
@@ -774,6 +787,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--inside"]:
         INSIDE[sys.argv[2]](*sys.argv[3:])
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its part, too
     try:
         sys.exit(prove(parse_options()))
     except OSError as error:

@@ -56,7 +56,7 @@ def test_scores_in_fp32_see_the_weights_that_are_trained(make_run, module):
         for layer in layers:
             units = torch.eye(layer.in_features, dtype=dtype, requires_grad=True)
             output = layer(units)
-            (gradient,) = torch.autograd.grad(output.trace(), units)
+            (gradient,) = torch.autograd.grad(output.diagonal().sum(), units)
             found += [output.detach().float(), gradient.float()]
         return found
 
@@ -65,6 +65,26 @@ def test_scores_in_fp32_see_the_weights_that_are_trained(make_run, module):
         scored = weights(torch.float32)
     assert len(trained) == 56 and all(map(torch.equal, trained, scored))
     assert not any("forward" in vars(layer) for layer in layers)
+
+
+@pytest.mark.parametrize("module", [grpo_arca, grpo_oar])
+def test_compiled_layers_are_scored_in_fp32_too(make_run, monkeypatch, module):
+    """A compiled layer reads an NF4 weight through functions that would be compiled in turn."""
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **options: compile_layer(self, backend="aot_eager", **options),
+    )
+    scores = []
+    for torch_compile in (False, True):
+        run = make_run(module, dtype="bfloat16", torch_compile=torch_compile)
+        batch = random_batch(module=module)
+        with torch.no_grad():
+            run.policy(batch)  # compiles, where that is asked for
+            with module.in_fp32(run) as policy:
+                scores.append(policy(batch)[0][batch.mask])
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-5)
 
 
 def test_a_rollouts_log_probs_are_near_the_recomputed_ones(make_run):

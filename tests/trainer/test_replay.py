@@ -140,6 +140,8 @@ def graphs(monkeypatch) -> list[RecordedGraph]:
     monkeypatch.setattr(grpo_arca.Decoder, "can_capture", True)  # and afterwards as before
     monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
     monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the default stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
     return made
 
 

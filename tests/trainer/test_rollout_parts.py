@@ -340,6 +340,9 @@ def test_a_step_that_cannot_be_captured_is_decoded_eagerly_and_said_once(run, mo
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", GraphThatFails)
     monkeypatch.setattr(GraphThatFails, "entered", 0)
+    streams = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the default stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
     capsys.readouterr()
     for _ in range(2):
         batch = trainer.sample(run, torch.arange(4), prompts, uniforms)
@@ -349,3 +352,4 @@ def test_a_step_that_cannot_be_captured_is_decoded_eagerly_and_said_once(run, mo
     assert len(said) == 1 and "decodes without a CUDA graph" in said[0]
     assert "not permitted when stream is capturing" in said[0]
     assert GraphThatFails.entered == 1 and not trainer.Decoder.can_capture
+    assert streams == ["the default stream"]
