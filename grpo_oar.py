@@ -255,7 +255,9 @@ TRL_FLAGS = {  # what to do about flags of TRL that are not here
     "bf16": "use --dtype bfloat16",
     "bnb_4bit_quant_type": "it is always nf4",
     "config": "give the flags themselves",
+    "deepspeed": "launch it on one device, or with DDP",
     "delta": "there is no two-sided clipping",
+    "disable_dropout": "use --lora_dropout 0",
     "do_eval": "evaluation is always on, see --eval_steps",
     "do_train": "use --max_steps 0 to only evaluate",
     "eval_strategy": "use --eval_steps",
@@ -263,6 +265,7 @@ TRL_FLAGS = {  # what to do about flags of TRL that are not here
     "generation_batch_size": "use --steps_per_generation",
     "gradient_checkpointing_kwargs": "use --gradient_checkpointing",
     "importance_sampling_level": "sequence is grpo_strace.py --credit gspo",
+    "load_best_model_at_end": "summary.json names the best checkpoint",
     "load_in_8bit": "use --load_in_4bit",
     "log_completions": "completions.jsonl always has them",
     "logging_dir": "use --output_dir",
@@ -275,10 +278,13 @@ TRL_FLAGS = {  # what to do about flags of TRL that are not here
     "overwrite_output_dir": "remove the folder, or change --output_dir",
     "push_to_hub": "upload the folder adapter/ with the command hf upload",
     "repetition_penalty": "sampling has no penalties",
+    "reward_model_name_or_path": "use --reward_funcs",
     "save_strategy": "use --save_steps",
+    "top_entropy_quantile": "grpo_strace.py masks tokens by their entropy",
     "torch_dtype": "use --dtype",
     "trust_remote_code": "no code of a model is ever run",
     "use_bnb_nested_quant": "it is always on",
+    "use_dora": "it is always plain LoRA",
     "use_liger_kernel": "log-probs are computed in chunks without it",
     "use_peft": "it is always on",
     "use_vllm": "rollouts use the trained weights themselves",
@@ -1989,6 +1995,7 @@ def write_checkpoint(run: Run, folder: Path, partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         run.model.save_pretrained(partial)  # for users of PEFT
+        Path(partial, "README.md").unlink(missing_ok=True)  # an empty form
         torch.save(state, partial / "state.pt")
         os.sync()  # everything must be on the disk before the rename
         partial.rename(folder)
@@ -2048,6 +2055,8 @@ def resume(run: Run) -> None:
         if requested == "latest":
             say(f"no checkpoint in {output_dir}: starting at step 0")
         return
+    if not (folder / "state.pt").is_file():
+        fail(f"{folder} is no checkpoint, which is a folder checkpoint-<step> of a run")
     try:
         saved_flags = load_checkpoint(run, folder)
     except ValueError as error:
@@ -2081,8 +2090,9 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
     if sorted(state["adapter"]) != sorted(trained_names) or state["base"] != base_fingerprint(run):
         raise ValueError("it belongs to another model or start adapter, or to other layers")
     if state["task"] != run.task:
-        advice = "to go on from its adapter, give another --output_dir"
-        raise ValueError(f"its problems or prompts were not those of these flags: {advice}")
+        advice = f"for those, train its adapter: --model_name_or_path {folder}, and another"
+        reason = "its problems, prompts or --max_eval_samples were not those of these flags"
+        raise ValueError(f"{reason} ({advice} --output_dir)")
     check_state(run, folder, state)
 
     run.model.load_state_dict(state["adapter"], strict=False)
@@ -2194,6 +2204,8 @@ def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:
         path = find_adapter_config_file(name, revision=revision)
     except OSError:  # no such name: `load_data` says so
         path = None
+    if path is None and Path(name, "adapter/adapter_config.json").is_file():
+        fail(f"{name} is the folder of a run: name {name}/adapter")
     if path is None:
         return None, {}
     try:
@@ -2224,8 +2236,9 @@ def check_batch_sizes(args: Args) -> None:
         fail("--steps_per_generation must be a multiple of --gradient_accumulation_steps")
     rollout_size = args.per_device_train_batch_size * args.steps_per_generation * world_size()
     if rollout_size % args.num_generations != 0:
-        factors = "(--per_device_train_batch_size x --steps_per_generation x processes)"
-        fail(f"--num_generations must divide the rollout of {rollout_size} completions {factors}")
+        factors = "--per_device_train_batch_size x --steps_per_generation (or else"
+        factors += " --gradient_accumulation_steps) x processes"
+        fail(f"--num_generations {args.num_generations} must divide {factors} = {rollout_size}")
 
 
 def check_launcher() -> None:

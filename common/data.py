@@ -229,7 +229,7 @@ def about_sentences(found: list[str]) -> str:
     """Returns what to say about gold answers that are sentences."""
     others = f" (and {len(found) - 1} more rows)" if len(found) > 1 else ""
     advice = "give the value alone, or mark it with #### or \\boxed{}"
-    return f"{found[0]}{others}, a sentence that no box will ever equal: {advice}"
+    return f"{found[0]}{others}, a sentence that no boxed answer can match: {advice}"
 
 
 def check_prompt_size(prompt: str | list[dict], row: str) -> None:

@@ -313,7 +313,7 @@ def verdicts(
 
 
 def is_right(completion: str | list, gold: str, problem: str | list = "") -> bool:
-    """Returns whether a completion's final answer is right, as accuracy_reward judges it."""
+    """Returns whether a completion's final answer is right. Its steps are not judged."""
     return verdicts([completion], [gold], [problem])[0]
 
 

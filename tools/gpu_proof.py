@@ -511,9 +511,10 @@ def kill(folder: str, *command: str) -> None:
     launcher = subprocess.Popen(command)
     while launcher.poll() is None and not Path(folder).exists():
         time.sleep(0.05)
-    for trainer in psutil.Process(launcher.pid).children():
-        trainer.kill()
-        print(f"killed {trainer.pid}", flush=True)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+        for trainer in psutil.Process(launcher.pid).children():
+            trainer.kill()
+            print(f"killed {trainer.pid}", flush=True)
     if launcher.wait() == 0 or not Path(folder).exists():
         sys.exit("it ended before it was killed")
     sys.exit(subprocess.run([*command, "--resume_from_checkpoint", "latest"]).returncode)

@@ -8,9 +8,9 @@
 The script's own functions run on fake tensors, which have shapes but no data. The bytes of all
 tensors alive are added up at every operation: NF4 base, adapter, AdamW, KV cache, activations,
 gradients. The peak is what `torch.cuda.max_memory_allocated` would report; test_memory.py compares
-it with one that was measured on an H200. A card needs more: what CUDA and its libraries take
-(OVERHEAD) and what the allocator loses to fragmentation (SLACK) are assumed, not counted. Steps are
-eager ones with gradient checkpointing; `--torch_compile` is not counted.
+it with one that an earlier version had on an H200. A card needs more: what CUDA and its libraries
+take (OVERHEAD) and what the allocator loses to fragmentation (SLACK) are assumed, not counted.
+Steps are eager ones with gradient checkpointing; `--torch_compile` is not counted.
 """
 
 import argparse

@@ -464,6 +464,8 @@ def verdict(row: dict[str, Any], batches: int) -> str:
     """Returns in words what the intervals say about the method of a row."""
     if row["method"] == HALF:
         if row["worth_low"] < 0.5 < row["worth_high"]:
+            if row["worth_high"] > 1:  # it could as well be all of the groups
+                return "control: too wide to tell, take more --batches"
             return "control: holds"
         return "control: misses 0.5, take more --batches"
     value, low, high = (row[f"adam{end}"] for end in ("", "_low", "_high"))

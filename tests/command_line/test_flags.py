@@ -30,7 +30,7 @@ def no_launcher(monkeypatch):
 FLAGS = [  # (command line, what the sentence must say)
     ("--num_generations 1", ["--num_generations 1 is out of range (at least 2)"]),
     ("--top_p 2", ["--top_p 2.0 is out of range (above 0, at most 1)"]),
-    ("--num_generations 7", ["--num_generations must divide the rollout of 128 completions"]),
+    ("--num_generations 7", ["--num_generations 7 must divide", "processes = 128"]),
     ("--per_device_train_batch_size 4 --gradient_accumulation_steps 1", ["--num_generations", "4"]),
     ("--gradient_accumulation_steps 2 --steps_per_generation 3", ["--steps_per_generation"]),
     ("--no_such_flag 3", ["--no_such_flag", "--help"]),

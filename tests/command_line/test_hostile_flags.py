@@ -139,7 +139,6 @@ def test_ranks_that_make_no_sense_end_in_a_sentence(run_main, monkeypatch, varia
         {"ACCELERATE_MIXED_PRECISION": "nonsense"},
         {"ACCELERATE_MIXED_PRECISION": "fp16"},
         {"ACCELERATE_DYNAMO_BACKEND": "nonsense"},
-        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "x"},
         {"ACCELERATE_DEBUG_MODE": "nonsense"},
         {"RANK": "0", "WORLD_SIZE": "2"},
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "port"},
@@ -152,6 +151,12 @@ def test_a_launchers_nonsense_ends_in_a_sentence(run_main, monkeypatch, variable
     sentences = [line for line in err.splitlines() if "error: " in line]
     assert code == 2 and not out and "Traceback" not in err, err
     assert len(sentences) == 1 and sentences[0].startswith("grpo_arca.py: error: ")
+
+
+def test_accelerate_accumulates_no_gradients(make_run, monkeypatch):
+    """The variable would divide every gradient once more."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert make_run().accelerator.gradient_accumulation_steps == 1
 
 
 # ---- Escape codes --------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The README's commands have flags that exist, and its examples do what it says."""
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -33,6 +34,28 @@ def launches() -> list[list[str]]:
             begin = next(i for i, word in enumerate(words) if word.startswith("grpo_"))
             found.append(words[begin:])
     return found
+
+
+# ---- Defaults ------------------------------------------------------------------------------------
+def defaults_of(*classes: type) -> dict[str, str]:
+    named = {}
+    for one in classes:
+        for declared in dataclasses.fields(one):
+            named[declared.name] = str(declared.default)
+    return named
+
+
+def test_the_table_of_other_defaults_is_right() -> None:
+    pytest.importorskip("trl")
+    from trl import GRPOConfig, ModelConfig
+
+    part = README.partition("### Coming from TRL")[2].partition("###")[0]
+    rows = re.findall(r"\| `(\w+)` \| `(\S+)` \| `(\S+)` \|", part)
+    ours = defaults_of(trainer.Args)
+    theirs = defaults_of(GRPOConfig, ModelConfig)
+    assert len(rows) == 11
+    for name, here, there in rows:
+        assert (ours[name], theirs[name]) == (here, there), name
 
 
 # ---- Commands ------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_another_task_is_refused_and_the_folder_stays_as_it_is(run_main, few_pro
     rows = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(20)]
     (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    task = "its problems or prompts were not those of these flags"
+    task = "its problems, prompts or --max_eval_samples were not those of these flags"
     changes = [
         ({"dataset_name": "other.jsonl"}, task),
         ({"eval_dataset_name": "other.jsonl"}, task),
@@ -61,7 +61,7 @@ def test_another_task_is_refused_and_the_folder_stays_as_it_is(run_main, few_pro
         assert len(errors) == 1 and words in errors[0], errors
         assert "cannot resume from out/checkpoint-1" in errors[0]
         if words == task:
-            assert "give another --output_dir" in errors[0]
+            assert "--model_name_or_path out/checkpoint-1, and another --output_dir" in errors[0]
         assert contents(out) == before, change
 
 
