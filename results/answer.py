@@ -23,37 +23,12 @@ from typing import Any, NamedTuple
 import headroom
 import numpy as np
 from headroom import read_csv, stored_curves
-from learning_curves import LEARNED_ABOVE, interval, write_table
+from learning_curves import AT_GRPOS_RATE, LABELS, LEARNED_ABOVE, interval, write_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "results/data"
 OUTPUT = DATA / "answer"
 GRPO = headroom.GRPO
-LABELS = {  # a method's name in the other tables -> here
-    "uniform (GRPO)": GRPO,
-    "uniform at twice the rate": "GRPO at twice the rate",
-    "uniform, no step without a gradient": "GRPO, no step without a gradient",
-    "right alone": "right answers only",
-    "arca": "ARCA",
-    "oar_g": "OAR-G",
-    "s_trace": "S-trace",
-    "right alone, by probability": "right answers only, by probability",
-    "arca's weights shuffled": "ARCA's weights, shuffled",
-    "arca, right alone": "ARCA, right answers only",
-    "negative_weight 0.25": "wrong answers at a quarter",
-    "oar_p": "OAR-P",
-    "s_trace, normalized": "S-trace, normalized",
-    "oracle: least variance": "least variance",
-    "oracle: step values": "step values",
-    "grpo_arca.py --credit uniform --negative_weight 0": "right answers only",
-    "grpo_oar.py": "OAR-G",
-    "grpo_strace.py": "S-trace",
-    "grpo_arca.py --credit probability --negative_weight 0": "right answers only, by probability",
-}
-AT_GRPOS_RATE = {  # on SmolLM2 all methods are compared at GRPO's learning rate
-    "s_trace": "S-trace at twice GRPO's rate",
-    "s_trace at GRPO's rate": "S-trace",
-}
 SHOWN = ("least variance", "right answers only", "ARCA", "OAR-G", "S-trace")  # top to bottom
 ROLLOUT_SIZES = {  # completions a rollout -> the flags in the file's name
     16: "-per_device_train_batch_size-16-gradient_accumulation_steps-1-learning_rate-0.002",
@@ -321,11 +296,11 @@ def draw_prediction(rows: list[dict[str, Any]], path: Path) -> None:
         axes.plot(x, y, marker, color=color, markersize=8, label=label)
     axes.plot([0, NEVER], [0, NEVER], color="#888888", linewidth=1, linestyle="--")
     axes.axhline(NEVER, color="#888888", linewidth=1)
-    axes.text(0.02, NEVER + 0.01, "not reached", fontsize=9, color="#666666")
+    axes.text(0.3, NEVER + 0.02, "not reached", fontsize=9, color="#666666")
     axes.set_xlim(0, NEVER + 0.1)
     axes.set_ylim(0, NEVER + 0.1)
     axes.set_xlabel("predicted from worth, before training")
-    axes.set_ylabel("in training")
+    axes.set_ylabel("measured in training")
     axes.set_title("Share of GRPO's rollouts to reach GRPO's end", loc="left")
     figure.legend(frameon=False, fontsize=9, loc="outside right upper")
     axes.grid(alpha=0.3)

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import learning_curves
 import numpy as np
 from learning_curves import area, interval, start, write_table
 
@@ -80,12 +81,7 @@ FOUR_UPDATES = {
     "FIPO, shuffled, four updates": ["fipo.py", "--credit", "shuffled"],
 }
 COMMANDS = METHODS | ORACLES | VARIANTS | FOUR_UPDATES
-COLORS = {
-    GRPO: "black",
-    "right answers only": "#E69F00",
-    "ARCA": "#0072B2",
-    "OAR-G": "#D55E00",
-    "S-trace": "#009E73",
+COLORS = learning_curves.COLORS | {
     "least variance": "#CC79A7",
     "step values": "#56B4E9",
     "step values, right answers only": "#888888",
@@ -456,8 +452,8 @@ def draw_controls(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: 
     right.axvline(BAR, color="#888888", linewidth=1, linestyle="--")
     right.set_yticks(range(len(rows)), [row["method"] for row in rows])
     right.set_ylim(len(rows) - 0.5, 0.5)
-    right.set_xlim(0, 1.2)
-    right.set_title("Share of GRPO's rollouts to reach GRPO's end (bar: .8)", loc="left")
+    right.set_xlim(0, 1.25)
+    right.set_title("Share of GRPO's rollouts to reach GRPO's end (dashed: 0.8)", loc="left")
     right.set_xlabel("with 95% interval over paired seeds; 1.2: not reached")
     figure.savefig(path, dpi=110)
     plt.close(figure)

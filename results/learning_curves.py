@@ -87,7 +87,7 @@ TASK = [
     "--dataset_config=8",
     "--max_completion_length=160",
 ]
-SHOWN = (-0.15, 0.15)  # of differences in the figure
+SHOWN = (-0.2, 0.15)  # of differences in the figure
 MORE_FLAGS: list[str] = []  # of the command line, for every run
 
 
@@ -144,6 +144,41 @@ METHODS = {
         regimes=("four updates",),
     ),
 }
+LABELS = {  # a method's name in commands and tables -> on pages and in figures
+    UNIFORM: "GRPO",
+    "uniform at twice the rate": "GRPO at twice the rate",
+    "uniform, no step without a gradient": "GRPO, no step without a gradient",
+    "right alone": "right answers only",
+    "arca": "ARCA",
+    "oar_g": "OAR-G",
+    "s_trace": "S-trace",
+    "right alone, by probability": "right answers only, by probability",
+    "arca's weights shuffled": "ARCA's weights, shuffled",
+    "arca, right alone": "ARCA, right answers only",
+    "negative_weight 0.25": "wrong answers at a quarter",
+    "oar_p": "OAR-P",
+    "s_trace, normalized": "S-trace, normalized",
+    "oracle: least variance": "least variance",
+    "oracle: step values": "step values",
+    "grpo_arca.py --credit uniform --negative_weight 0": "right answers only",
+    "grpo_oar.py": "OAR-G",
+    "grpo_strace.py": "S-trace",
+    "grpo_arca.py --credit probability --negative_weight 0": "right answers only, by probability",
+}
+AT_GRPOS_RATE = {  # on SmolLM2 all methods are compared at GRPO's learning rate
+    "s_trace": "S-trace at twice GRPO's rate",
+    "s_trace at GRPO's rate": "S-trace",
+}
+COLORS = {
+    "GRPO": "black",
+    "right answers only": "#E69F00",
+    "ARCA": "#0072B2",
+    "OAR-G": "#D55E00",
+    "S-trace": "#009E73",
+    "right answers only, by probability": "#8B4513",
+    "ARCA's weights, shuffled": "#56B4E9",
+}
+OTHER_COLOR = "#888888"
 LEARNED_ABOVE = 0.5  # held-out sampled accuracy at the end of a run that learned
 HEALTH = {  # a column of the table of runs -> the metric of each update
     "rewards": "reward",
@@ -571,8 +606,11 @@ def health(run: Run) -> dict[str, str]:
     tables that were published without these columns have none.
     """
     if not run.has_folder():
-        return {column: STORED[run].get(column, "") for column in [*HEALTH, "final_kl"]}
-    columns = {"final_kl": run.divergence_file.read_text() if run.divergence_file.exists() else ""}
+        stored = STORED[run]
+        return {name: stored[name] for name in [*HEALTH, "final_kl"] if name in stored}
+    columns: dict[str, str] = {}
+    if run.divergence_file.exists():
+        columns["final_kl"] = run.divergence_file.read_text()
     per_evaluation = EVERY * REGIMES[run.regime]
     for column, key in HEALTH.items():
         values = np.array([row[key] for row in run.updates()])
@@ -611,7 +649,13 @@ def write_table(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 # ---- Figure --------------------------------------------------------------------------------------
-def draw_curves(axes: Any, rows: list[dict[str, Any]], found: Curves, colors: dict) -> None:
+def label_of(row: dict[str, Any]) -> str:
+    """Returns a method's name as the page has it."""
+    labels = LABELS | AT_GRPOS_RATE if row["regime"] == "SmolLM2" else LABELS
+    return labels.get(row["method"], row["method"])
+
+
+def draw_curves(axes: Any, rows: list[dict[str, Any]], found: Curves) -> None:
     """Draws the mean held-out curves of a regime."""
     for row in rows:
         name = row["method"]
@@ -621,8 +665,8 @@ def draw_curves(axes: Any, rows: list[dict[str, Any]], found: Curves, colors: di
         axes.plot(
             rollouts,
             curve,
-            label=f"{name} ({row['seeds']} seed{plural})",
-            color=colors[name],
+            label=f"{label_of(row)} ({row['seeds']} seed{plural})",
+            color=COLORS.get(label_of(row), OTHER_COLOR),
             linestyle=":" if name == ORACLE else "-",
             linewidth=2.5 if name in CONTROL[:2] else 1.2,
             zorder=3 if name == UNIFORM else 2,
@@ -630,33 +674,38 @@ def draw_curves(axes: Any, rows: list[dict[str, Any]], found: Curves, colors: di
         axes.set_xticks(rollouts)
     axes.set_title(f"Held-out accuracy, {rows[0]['regime']}", loc="left", fontweight="bold")
     axes.set_xlabel(f"rollouts of {COMPLETIONS} completions")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
-def draw_differences(axes: Any, rows: list[dict[str, Any]], colors: dict) -> None:
-    """Draws area and end over uniform's, with intervals."""
+def draw_differences(axes: Any, rows: list[dict[str, Any]], found: Curves) -> None:
+    """Draws area and end over GRPO's, with intervals where all runs learned."""
     for place, row in enumerate(rows):
-        color = colors[row["method"]]
+        color = COLORS.get(label_of(row), OTHER_COLOR)
+        ends = [curve[-1] for curve in found[row["regime"], row["method"]].values()]
+        if min(ends) < LEARNED_ABOVE:
+            axes.text(0, place, "  some runs failed", va="center", color=OTHER_COLOR)
+            continue
         for key, marker, shift in (("area", "o", -0.15), ("end", "s", 0.15)):
             y = place + shift
             ends = np.clip([row[f"{key}_low"], row[f"{key}_high"]], -1, 1)  # infinite for one seed
             axes.plot(ends, [y, y], color=color, linewidth=2, alpha=0.5)
             axes.plot(row[f"{key}_more"], y, marker, color=color, markersize=5)
     axes.axvline(0, color="#888888", linewidth=1)
-    axes.set_yticks(range(len(rows)), [row["method"] for row in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [label_of(row) for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(*SHOWN)  # the table has what goes on beyond it
-    axes.set_title("Over uniform: area (dot) and end (square)", loc="left", fontweight="bold")
+    axes.set_xlabel("difference in accuracy; 95% intervals over paired seeds")
+    axes.set_title("Over GRPO: area (dot) and end (square)", loc="left", fontweight="bold")
 
 
-def draw_ends(axes: Any, rows: list[dict[str, Any]], found: Curves, colors: dict) -> None:
+def draw_ends(axes: Any, rows: list[dict[str, Any]], found: Curves) -> None:
     """Draws where each run ended."""
     for place, row in enumerate(rows):
         ends = [curve[-1] for curve in found[row["regime"], row["method"]].values()]
-        color = colors[row["method"]]
+        color = COLORS.get(label_of(row), OTHER_COLOR)
         axes.plot(ends, [place] * len(ends), "o", color=color, markersize=7, alpha=0.5)
     axes.axvline(LEARNED_ABOVE, color="#888888", linewidth=1, linestyle="--")
-    axes.set_yticks(range(len(rows)), [row["method"] for row in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [label_of(row) for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(-0.02, 1.02)
     axes.set_xlabel("held-out accuracy at the end")
@@ -685,18 +734,16 @@ def draw(rows: list[dict[str, Any]], found: Curves, path: Path) -> None:
         sharex="col",
         height_ratios=heights,
     )
-    palette = plt.get_cmap("tab20" if len(METHODS) > 10 else "tab10").colors
-    colors = dict(zip(METHODS, palette, strict=False)) | {UNIFORM: "black"}
     for (left, right), regime in zip(panels, regimes, strict=True):
         of_regime = [row for row in rows if row["regime"] == regime]
         of_uniform = found[regime, UNIFORM].values()
         if min(curve[-1] for curve in of_uniform) > LEARNED_ABOVE:
-            draw_curves(left, of_regime, found, colors)
-            draw_differences(right, of_regime, colors)
+            draw_curves(left, of_regime, found)
+            draw_differences(right, of_regime, found)
         else:
             complete = [row for row in of_regime if row["seeds"] == len(of_uniform)]
-            draw_curves(left, complete, found, colors)
-            draw_ends(right, of_regime, found, colors)
+            draw_curves(left, complete, found)
+            draw_ends(right, of_regime, found)
         for axes in (left, right):
             axes.tick_params(labelbottom=True)
             axes.grid(alpha=0.3)
