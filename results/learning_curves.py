@@ -461,6 +461,8 @@ def measure_divergence(run: Run) -> None:
 
     import grpo_arca
 
+    grpo_arca.transformers.logging.set_verbosity_error()
+    grpo_arca.transformers.logging.disable_progress_bar()
     flags = [f"--model_name_or_path={run.folder / 'adapter'}", f"--seed={run.seed}"]
     flags += [f"--per_device_train_batch_size={DIVERGENCE_COMPLETIONS}"]
     flags += ["--gradient_accumulation_steps=1", f"--output_dir={run.folder / 'divergence'}"]

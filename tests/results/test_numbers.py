@@ -556,7 +556,7 @@ def ratios() -> list[str]:
     faithful = {
         "arca": "scores and weights exact; the clipped ratio is ours",
         "oar_g": "the prompt that asks for the answer is ours",
-        "oar_p": "the same | the same",
+        "oar_p": "the same paper | as for OAR-G",
         "s_trace": "a reconstruction: only the abstract is public",
     }
     return [f"{words} | {rows[credit]} |" for credit, words in faithful.items()]
