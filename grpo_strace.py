@@ -1785,7 +1785,7 @@ def resume(run: Run) -> None:
             say(f"no checkpoint in {output_dir}: starting at step 0")
         return
     if not (folder / "state.pt").is_file():
-        fail(f"{folder} is no checkpoint, which is a folder checkpoint-<step> of a run")
+        fail(f"cannot resume from {folder}: a checkpoint is a folder checkpoint-<step> of a run")
     try:
         saved_flags = load_checkpoint(run, folder)
     except ValueError as error:

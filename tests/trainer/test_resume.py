@@ -222,7 +222,7 @@ def test_only_the_latest_are_kept(saved, tmp_path):
         trainer.save_checkpoint(saved, None)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10", "checkpoint-11"}
     names = {path.name for path in (tmp_path / "checkpoint-11").iterdir()}
-    assert names == {"README.md", "adapter_config.json", "adapter_model.safetensors", "state.pt"}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "state.pt"}
 
 
 def test_what_a_checkpoint_holds_is_restored(saved, make_run, tmp_path, capsys):
