@@ -1396,9 +1396,8 @@ def check_adapter(args: Args, model: PeftModel) -> None:
     """
     variants = [layer for layer in model.modules() if getattr(layer, "lora_variant", None)]
     trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
-    biases = [name for name, _ in trained if name.endswith("bias") and ".lora_B." in name]
-    biases += [name for name, _ in trained if name.endswith("base_layer.bias")]
-    if variants or biases:
+    names = [name for name, _ in trained if "modules_to_save" not in name]
+    if variants or any(name.endswith("bias") for name in names):
         fail(f"{args.start_adapter} is a variant of LoRA (such as DoRA), or trains biases")
     rounded = [name for name, dtype in trained if dtype != torch.float32]
     if rounded:
