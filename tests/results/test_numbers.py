@@ -470,6 +470,12 @@ def seeds_of_grpo(has_learned: bool) -> list[str]:
     return found
 
 
+def final_kls(seeds: list[str]) -> list[float]:
+    """Returns the divergence from the base at the end of GRPO's runs on SmolLM2, for each seed."""
+    rows = [row for row in table(f"{SMOLLM2}_runs") if row["method"] == "uniform (GRPO)"]
+    return [float(row["final_kl"]) for row in rows if row["seed"] in seeds]
+
+
 def groups_with_gradient(seed: str) -> int:
     """Returns how many of the first 40 groups of GRPO's run had unequal rewards.
 
@@ -650,6 +656,7 @@ def results_sentences() -> list[str]:
         for quarter in (0, -1)
     ]
     entropies = [span(of_quarters("entropies", -1, s)) for s in (failed_seeds, learned_seeds)]
+    distances = [span(final_kls(s), 2) for s in (failed_seeds, learned_seeds)]
     methods = ["GRPO", "right answers only", "ARCA", "S-trace"]
     one = seeds([*methods, "OAR-G"])
     four = seeds([f"{method}, four updates" for method in methods])
@@ -679,6 +686,8 @@ def results_sentences() -> list[str]:
         f"{equal[1]} in the last five, and those that learned in {equal[2]} and {equal[3]}.",
         f"at the end it is {entropies[0]} nats where a run failed, and {entropies[1]} where it "
         "learned.",
+        f"its KL divergence from the base is {distances[0]} nats a token, and {distances[1]} where "
+        "a run learned.",
         f"by Fisher's exact test, p is {fisher_p('oar_g'):.2f}.",
         *without_steps(),
         f"On seed 9, where {groups_with_gradient('9')} of the first 40 groups gave one, all five "
