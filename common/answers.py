@@ -278,14 +278,15 @@ def pairs_to_compare(box: str, gold: str, problem: str) -> list[Pair]:
     box = tidy(box)
     gold = tidy(gold)
     has_words = WITHOUT_WORDS.fullmatch(box) is None or WITHOUT_WORDS.fullmatch(gold) is None
-    formulas = formulas_of(problem)
     if box == gold or max(len(box), len(gold)) > MAX_CHARS:
         return [(box, gold)]
     box_date = date(box)
     gold_date = date(gold)
     if box_date and gold_date:
         return [(box_date, gold_date)]
-    box = without_asked_side(box, formulas)
+    formulas = formulas_of(problem)
+    if "=" not in gold:
+        box = without_asked_side(box, formulas)
     pairs = [(box, gold)]
     if has_words:
         values = values_to_compare(box, gold, problem)
@@ -304,9 +305,10 @@ def formulas_of(problem: str) -> frozenset[str]:
 
 
 def in_one_writing(formula: str) -> str:
-    """Returns a formula without spaces and sizes, and \\dfrac{1}{2} as \\frac12."""
+    """Returns a formula without spaces and sizes, and 1/2 and \\dfrac{1}{2} as \\frac12."""
     formula = INVISIBLE.sub("", formula)
     formula = re.sub(r"\\[dt](frac|binom)", r"\\\1", formula)
+    formula = re.sub(r"(\d+)/(\d+)", r"\\frac{\1}{\2}", formula)
     return re.sub(r"\{(\w)\}", r"\1", formula)
 
 

@@ -6,9 +6,7 @@ right and 60 wrong ones, were tried once the rules were done: all right ones ear
 one. Of those of the second, 80 and 80, seven right ones were missed and no wrong one was paid. Of
 those of the third, 100 and 100, seventeen right ones were missed, three of them for want of a box,
 and nine wrong ones were paid, eight of them formulas that the problem itself has. Most have rules
-since then. Those that have none are not here: the word "if" in a function by cases, the cases in
-another order, -\mathbf{I}, \mathbf{i} + \mathbf{j} for a vector, n\pi for k\pi, \text{1F}_{16},
-cents for dollars, minutes for seconds, and "either \boxed{6} or \boxed{7}", which is paid for 7.
+since then; `known_error` marks the ten that are still missed and the one that is still paid.
 """
 
 # ruff: noqa: RUF001  (characters that look like others are tried here)
@@ -313,6 +311,10 @@ RIGHT = [
     ("Which is larger, $\\frac34$ or $\\frac{2}{3}$?", r"\frac34", r"\dfrac{3}{4}"),
     ("What is the sum of $-5$ and $0$?", "-5.0", "-5"),
     ("Factor $x^2+x$.", "x(x+1)", "x(x + 1)"),
+    ("Heads has a chance of $1/2$. What is that of tails?", r"\frac{1}{2}", "1/2"),
+    ("Heads has a chance of $\\frac{1}{2}$. What is that of tails?", "1/2", r"\dfrac12"),
+    ("Write the line as $y = mx + b$, where $y$ is the height.", "y = 2x+3", "y = 2x + 3"),
+    ("Write the line as $y = mx + b$, where $y$ is the height.", "y = 2x+3", "y = 3+2x"),
 ]
 
 # Inequalities, sets, ordinals, dates and names, written another way.
@@ -631,16 +633,15 @@ WRONG += [
 
 
 def test_pairs():
-    right = list(RIGHT)
-    wrong = list(WRONG)
+    rows = [(*row, 1.0) for row in RIGHT] + [(*row, 0.0) for row in WRONG]
+    rows = [(problem, gold, f"\\boxed{{{answer}}}", v) for problem, gold, answer, v in rows]
     lines = Path(__file__).with_name("held_out_pairs.jsonl").read_text(encoding="utf-8")
     for pair in map(json.loads, lines.splitlines()):
-        rows = right if pair["right"] else wrong
-        rows.append((pair["problem"], pair["gold"], pair["answer"]))
+        text = pair.get("completion") or f"\\boxed{{{pair['answer']}}}"
+        verdict = pair["right"] != pair.get("known_error", False)
+        rows.append((pair["problem"], pair["gold"], text, float(verdict)))
+    problems, golds, texts, verdicts = (list(column) for column in zip(*rows, strict=True))
     with Grader(timeout=30.0) as grader:
-        for rows, verdict in ((right, 1.0), (wrong, 0.0)):
-            problems = [problem for problem, _, _ in rows]
-            golds = [gold for _, gold, _ in rows]
-            texts = [f"\\boxed{{{answer}}}" for _, _, answer in rows]
-            got = grader.grade(texts, golds, problems)
-            assert [row for row, v in zip(rows, got, strict=True) if v != verdict] == []
+        got = grader.grade(texts, golds, problems)
+    differ = [v != verdict for v, verdict in zip(got, verdicts, strict=True)]
+    assert [row for row, is_wrong in zip(rows, differ, strict=True) if is_wrong] == []

@@ -45,6 +45,7 @@ from common.metrics import (
     weight_stats,
 )
 from common.report import about_best, before_after_table, report_run, write_model_card
+from common.reward import shared_grader
 from common.run_log import RunLog, environment, log_completions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -273,6 +274,11 @@ def test_rollout_metrics_of_hand_counts():
     assert 0 < result["weight_gini"] < 1
     to_base = torch.cat(noise) - torch.cat(noise).sqrt()  # log-probs are -noise, and -its root
     assert result["kl"] == pytest.approx((to_base.exp() - to_base - 1).mean().item(), rel=1e-5)
+
+
+def test_timeouts_of_a_reward_functions_own_verdicts_count(monkeypatch):
+    monkeypatch.setattr(shared_grader(), "timeouts", 5)
+    assert metrics_of([shares(list(range(16)))])[0]["reward_timeouts"] == 1 + 5
 
 
 def test_rollout_metrics_are_the_same_on_one_process_and_on_two():

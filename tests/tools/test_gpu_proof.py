@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -251,6 +252,26 @@ def test_a_run_is_killed_once_its_checkpoint_is_there_and_resumed(tmp_path, monk
 
 
 # ---- The command, with stand-ins for parts and card ----------------------------------------------
+def test_a_part_does_not_outlive_a_killed_program(tmp_path):
+    """Else it would go on using the card beside the next call."""
+    log = tmp_path / "log"
+    command = "bash -c 'echo $$; sleep 60'"
+    path = {"PATH": "/bin:/usr/bin"}
+    code = "import gpu_proof, pathlib\n"
+    code += f"gpu_proof.do({command!r}, 60, pathlib.Path({str(log)!r}), {path})"
+    program = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "tools")
+    while not log.exists() or len(log.read_text().splitlines()) < 2:
+        time.sleep(0.05)
+    part = log.read_text().splitlines()[1]
+    assert alive(part)
+    program.kill()
+    program.wait()
+    deadline = time.monotonic() + 20
+    while alive(part) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(part)
+
+
 @pytest.fixture
 def prove(tmp_path, monkeypatch, capsys):
     """prove(*argv) -> (exit code, the parts it did, its last report)."""
@@ -276,7 +297,9 @@ def prove(tmp_path, monkeypatch, capsys):
         report = json.loads((tmp_path / "results/data/gpu_proof/gpu.json").read_text())
         return ended.value.code, [line.split()[1].strip(":") for line in lines], report
 
-    return start
+    handler = signal.getsignal(signal.SIGTERM)
+    yield start
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.slow
@@ -302,6 +325,12 @@ def test_what_fails_ends_alone_and_is_done_again_and_what_is_done_is_not(prove, 
     assert prove("last", "bad")[1] == ["bad", "last"]
     assert prove()[2]["rows"][0]["verdict"] == "holds"  # what is not done again is in the table
     assert prove(card="A100")[1] == ["good", "bad", "long", "last"]  # nothing of another card
+
+
+def test_no_part_begins_that_may_end_after_seconds(prove, tmp_path):
+    for seconds, begins in (("29", False), ("35", True)):  # the part may take 30
+        prove("good", "--seconds", seconds)
+        assert (tmp_path / "runs/gpu_proof/good").exists() == begins
 
 
 def test_an_interrupted_part_is_not_done(prove, monkeypatch, capsys):

@@ -423,7 +423,11 @@ def test_as_many_batches_as_a_verdict_asks_for_do_tell():
 
 @pytest.mark.parametrize(
     "low, high, words",
-    [(0.4, 0.6, "control: holds"), (0.52, 0.9, "control: misses 0.5, take more --batches")],
+    [
+        (0.4, 0.6, "control: holds"),
+        (0.52, 0.9, "control: misses 0.5, take more --batches"),
+        (0.1, 2.9, "control: too wide to tell, take more --batches"),
+    ],
 )
 def test_the_control_holds_where_one_half_is_in_its_interval(low, high, words):
     row = shown_row(method=worth.HALF, worth=0.55, worth_low=low, worth_high=high)

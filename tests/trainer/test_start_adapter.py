@@ -423,6 +423,12 @@ def test_missing_and_damaged_weights_are_one_sentence(copied, capsys):
     assert str(copied) in refused(argv, capsys)
 
 
+def test_the_folder_of_a_run_is_no_model(adapter, tmp_path, capsys):
+    shutil.copytree(adapter, tmp_path / "run/adapter")
+    sentence = refused(["--model_name_or_path", str(tmp_path / "run")], capsys)
+    assert sentence.endswith(f"name {tmp_path}/run/adapter")
+
+
 @pytest.mark.parametrize("name", ["a b", "x/y/z", "/no/model", "nobody/nothing", ""])
 def test_a_name_of_nothing_is_no_adapter(name, capsys):
     """It is the model's sentence that says so, later."""

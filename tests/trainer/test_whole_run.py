@@ -8,6 +8,8 @@ from peft import PeftModel
 from support import ROOT, TINY, command_line
 from transformers import AutoModelForCausalLM
 
+import grpo_arca as trainer
+
 
 def test_the_script_end_to_end(tmp_path):
     """Two updates of the embedded default, as a command: every file that is promised, readable by
@@ -42,6 +44,28 @@ def test_the_script_end_to_end(tmp_path):
     assert any(p.abs().sum() > 0 for n, p in model.named_parameters() if "lora_B" in n)
     assert "Warning" not in done.stderr + done.stdout and "cut off" not in done.stderr
     assert done.stderr.startswith("grpo_arca.py: arca credit for "), done.stderr[:600]
+
+
+def test_a_rows_peak_memory_is_that_after_its_update(run_main, rows_of, monkeypatch):
+    updates = []
+    update = trainer.update
+    monkeypatch.setattr(trainer, "update", lambda *inputs: updates.append(1) or update(*inputs))
+    monkeypatch.setattr(trainer, "peak_memory", lambda _: len(updates))
+    assert run_main(max_steps=2)[0] == 0
+    assert [row["peak_memory_gb"] for row in rows_of()] == [1, 2]
+
+
+def test_what_an_evaluation_did_not_grade_in_time_is_said(run_main, monkeypatch):
+    grade_batch = trainer.grade_batch
+
+    def late(run, batch):
+        run.grader.timeouts += 3
+        return grade_batch(run, batch)
+
+    monkeypatch.setattr(trainer, "grade_batch", late)
+    code, _, err = run_main(max_steps=0)
+    assert code == 0
+    assert "held-out answers count as wrong, because grading them took too long" in err
 
 
 def test_a_local_file_in_the_format_of_gsm8k(run_main, rows_of, tmp_path):
