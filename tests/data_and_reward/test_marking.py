@@ -641,7 +641,7 @@ def test_pairs():
         verdict = pair["right"] != pair.get("known_error", False)
         rows.append((pair["problem"], pair["gold"], text, float(verdict)))
     problems, golds, texts, verdicts = (list(column) for column in zip(*rows, strict=True))
-    with Grader(timeout=30.0) as grader:
+    with Grader(timeout=10.0) as grader:  # which one pair takes, 9^(9^(9^(9^9)))
         got = grader.grade(texts, golds, problems)
     differ = [v != verdict for v, verdict in zip(got, verdicts, strict=True)]
     assert [row for row, is_wrong in zip(rows, differ, strict=True) if is_wrong] == []
