@@ -1460,11 +1460,10 @@ def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
 
 def make_accelerator(args: Args) -> Accelerator:
     """Returns Accelerate's handle on the devices and processes."""
+    no_accumulation = GradientAccumulationPlugin(num_steps=1)  # `update` does it
     try:
         return Accelerator(
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=1
-            ),  # `update` does it
+            gradient_accumulation_plugin=no_accumulation,
             project_dir=args.output_dir,
             mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
             cpu=not CUDA,  # otherwise processes on CPUs do not find each other

@@ -170,12 +170,20 @@ def parse(text: str) -> list:
         boxed_match_priority=0, normalization_config=normalization
     )
     # first_match: the box or nothing, and not a fraction found somewhere in a box of prose
-    return math_verify.parse(
+    found = math_verify.parse(
         f"\\boxed{{{text}}}",
         [extraction],
         extraction_mode="first_match",
         parsing_timeout=None,
     )
+    # In texts that look complex the parser's letters are not real, so the i of \sqrt{3}i would not
+    # be that of i\sqrt{3}.
+    letters = getattr(found[0], "free_symbols", ()) if found else ()
+    other_letters = [letter for letter in letters if not letter.is_real]
+    if other_letters:
+        real = {letter: sympy.Symbol(letter.name, real=True) for letter in other_letters}
+        found[0] = found[0].xreplace(real)
+    return found
 
 
 def is_equal(box: str, gold: str) -> bool:

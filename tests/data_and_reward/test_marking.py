@@ -1,12 +1,15 @@
 r"""Answers as a strict marker would mark them: the problem, its gold answer, and the final answer.
 
 The lists were written before the rules of common/units.py, except for their last parts. The pairs
-of held_out_pairs.jsonl are by three authors who had not seen the rules. Those of the first, 60
+of held_out_pairs.jsonl are by four authors who had not seen the rules. Those of the first, 60
 right and 60 wrong ones, were tried once the rules were done: all right ones earned 1, and no wrong
 one. Of those of the second, 80 and 80, seven right ones were missed and no wrong one was paid. Of
 those of the third, 100 and 100, seventeen right ones were missed, three of them for want of a box,
-and nine wrong ones were paid, eight of them formulas that the problem itself has. Most have rules
-since then; `known_error` marks the ten that are still missed and the one that is still paid.
+and nine wrong ones were paid, eight of them formulas that the problem itself has. One of the wrong
+ones, a power that never ends, now stands among those of test_reward.py. Of those of the fourth, 100
+and 100, eight right ones were missed and two wrong ones were paid. Most mistakes have rules since
+then; `known_error` marks the sixteen right ones that are still missed and the three wrong ones that
+are still paid.
 """
 
 # ruff: noqa: RUF001  (characters that look like others are tried here)
@@ -641,7 +644,7 @@ def test_pairs():
         verdict = pair["right"] != pair.get("known_error", False)
         rows.append((pair["problem"], pair["gold"], text, float(verdict)))
     problems, golds, texts, verdicts = (list(column) for column in zip(*rows, strict=True))
-    with Grader(timeout=10.0) as grader:  # which one pair takes, 9^(9^(9^(9^9)))
+    with Grader(timeout=10.0) as grader:
         got = grader.grade(texts, golds, problems)
     differ = [v != verdict for v, verdict in zip(got, verdicts, strict=True)]
     assert [row for row, is_wrong in zip(rows, differ, strict=True) if is_wrong] == []

@@ -463,6 +463,7 @@ LAMBDIFY = rf"\sum_{{n=0}}^{{\infty}} \frac{{\vec{{dot([1],[{OPEN}])}}^n}}{{n!}}
 
 ENDLESS = [  # these hold a worker until it is killed
     "5^{5^{5^{5}}}", "10^{10^{10}}", "(10^8)!", "((9!)!)!", r"\sum_{n=1}^{10^{10}} \frac{1}{n}",
+    "9^{9^{9^{9^{9}}}}",
 ]  # fmt: skip
 ENDLESS_TOO = [
     "2^{2^{2^{2^{2^2}}}}", "9!!!!", "100000000!", r"\prod_{n=1}^{10^9} n", "{" * 200 + "}" * 200,

@@ -39,6 +39,7 @@ def test_a_linear_layer_in_tf32_and_its_gradient_are_those_of_rounded_numbers() 
     assert not torch.allclose(y, F.linear(x, weight, bias), atol=1e-5)  # exact again outside
 
 
+@pytest.mark.slow
 def test_scores_in_tf32_and_bf16_differ_from_those_in_fp32(monkeypatch) -> None:
     AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
     monkeypatch.setattr(precision, "REPEATS", 1)

@@ -67,6 +67,7 @@ def test_scores_in_fp32_see_the_weights_that_are_trained(make_run, module):
     assert not any("forward" in vars(layer) for layer in layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [grpo_arca, grpo_oar])
 def test_compiled_layers_are_scored_in_fp32_too(make_run, monkeypatch, module):
     """A compiled layer reads an NF4 weight through functions that would be compiled in turn."""
