@@ -24,7 +24,7 @@ random and shuffled.
 How to read this file: begin with the flags and with the method, which stands between the CREDIT
 marks. Then comes the training loop, `train`, and its steps: `collect`, `score` and `update`. The
 rest is machinery: sampling, the policy, set-up, checkpoints and the command line. Everything
-outside the CREDIT marks is the same in every grpo_*.py script.
+outside the CREDIT marks is the same in every grpo_*.py script, but for this text.
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
@@ -58,9 +58,9 @@ LAUNCHER_HAS_ENDED = signal.SIGUSR1
 PR_SET_PDEATHSIG = 1  # in Linux's prctl.h: ask for a signal at the parent's end
 if __name__ == "__main__":  # before the imports below, which take seconds
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while it loads ends it without a stack
-    # `accelerate launch` does not pass on the signal that ends it. So the kernel tells of its end,
-    # which ends this process while it loads, and later the run after its rollout. That signal is
-    # one of its own: the launcher ends after Ctrl-C, too, which is no second Ctrl-C.
+    # When `accelerate launch` is killed, it does not tell this process. So ask the kernel for a
+    # signal then: it ends this process while it loads, and later the run after its rollout. It is
+    # not SIGINT, because the launcher also ends after one Ctrl-C, which is no second Ctrl-C.
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # which the launcher has set
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LAUNCHER_HAS_ENDED)
 
@@ -68,13 +68,60 @@ SCRIPT = Path(__file__).resolve()
 if not (SCRIPT.parent / "common").is_dir():
     sys.exit(f"copy common/ to {SCRIPT.parent}, too")
 
+# On import bitsandbytes warns about an AVX512 kernel, which `load_policy` turns off anyway.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+import torch
+import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, gather_object
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
+from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+from transformers.utils import find_adapter_config_file
 
+if TYPE_CHECKING:  # functions import PEFT where they use it: --help need not wait for it
+    from peft import PeftModel
+
+from common.credit_page import credit_group
+from common.data import (
+    DataError,
+    Problem,
+    ProblemSet,
+    grade_batch,
+    load_data,
+    problem_at,
+    reward_batch,
+)
+from common.messages import hints, introduction
+from common.metrics import (
+    credit_metrics,
+    eval_metrics,
+    peak_memory,
+    rollout_metrics,
+    stock_gap,
+    timed,
+)
 from common.printable import printable
+from common.report import report_run
+from common.reward import Grader, RewardError, load_reward_funcs
+from common.run_log import RunLog, best_step, log_completions, start_log
 
+CUDA = torch.cuda.is_available()
+# A GPU below compute capability 8, such as a T4, says that it has bf16, and emulates it slowly.
+HAS_BF16 = CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
+
+MAX_SKIPPED_UPDATES = 10  # in a row, before the run ends
+STOP_CHECK_INTERVAL = 8  # tokens between checks for ended completions; a check waits for the GPU
+SHRINK_AT = 0.75  # share of unfinished rows at which dropping the others is worth the copying
+LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 TINY_POLICY = str(SCRIPT.parent / "common/tiny_policy")
-MAX_MESSAGE_LENGTH = 600  # characters; a message may quote a file or another library
-MAX_ARGUMENT_LENGTH = 60  # characters, of an unknown one in the message about it
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
@@ -147,14 +194,14 @@ class Args:
     per_device_rollout_batch_size: int = flag(
         0, "completions sampled at once, as the key-value cache must hold them; 0: all", at_least=0
     )
-    # batch: prompts per step = batch size * accumulation * processes / num_generations
+    # batch: prompts per rollout = batch size * steps_per_generation * processes / num_generations
     per_device_train_batch_size: int = flag(8, "completions in a micro-batch", at_least=1)
     gradient_accumulation_steps: int = flag(4, "micro-batches per update", at_least=1)
     steps_per_generation: int = flag(
         0, "micro-batches per rollout; 0: those of one update", at_least=0
     )
     num_iterations: int = flag(1, "times that each rollout is trained on (mu)", at_least=1)
-    gradient_checkpointing: bool = flag(True, "recompute: less memory, no shared prompts")
+    gradient_checkpointing: bool = flag(True, "recompute: less memory, but slower")
     torch_compile: bool = flag(False, "compile decoder layers: minutes of warm-up, then faster")
     # objective
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag(
@@ -216,50 +263,6 @@ class Args:
         return self.num_iterations * self.updates_per_iteration
 
 
-TRL_FLAGS = {  # what to do about flags of TRL that are not here
-    "adam_beta1": "AdamW's betas are .9 and .999",
-    "adam_beta2": "AdamW's betas are .9 and .999",
-    "attn_implementation": "the model's own default is used",
-    "bf16": "use --dtype bfloat16",
-    "bnb_4bit_quant_type": "it is always nf4",
-    "config": "give the flags themselves",
-    "deepspeed": "launch it on one device, or with DDP",
-    "delta": "there is no two-sided clipping",
-    "disable_dropout": "use --lora_dropout 0",
-    "do_eval": "evaluation is always on, see --eval_steps",
-    "do_train": "use --max_steps 0 to only evaluate",
-    "eval_strategy": "use --eval_steps",
-    "fp16": "use --dtype bfloat16 or float32",
-    "generation_batch_size": "use --steps_per_generation",
-    "gradient_checkpointing_kwargs": "use --gradient_checkpointing",
-    "importance_sampling_level": "sequence is grpo_strace.py --credit gspo",
-    "load_best_model_at_end": "summary.json names the best checkpoint",
-    "load_in_8bit": "use --load_in_4bit",
-    "log_completions": "completions.jsonl always has them",
-    "logging_dir": "use --output_dir",
-    "logging_steps": "every update is logged",
-    "lora_task_type": "it is always CAUSAL_LM",
-    "max_prompt_length": "no prompt is cut; one that does not fit the context is an error",
-    "min_p": "use --top_p or --top_k",
-    "num_train_epochs": "use --max_steps",
-    "optim": "the optimizer is always AdamW",
-    "overwrite_output_dir": "remove the folder, or change --output_dir",
-    "push_to_hub": "upload the folder adapter/ with the command hf upload",
-    "repetition_penalty": "sampling has no penalties",
-    "reward_model_name_or_path": "use --reward_funcs",
-    "save_strategy": "use --save_steps",
-    "top_entropy_quantile": "grpo_strace.py masks tokens by their entropy",
-    "torch_dtype": "use --dtype",
-    "trust_remote_code": "no code of a model is ever run",
-    "use_bnb_nested_quant": "it is always on",
-    "use_dora": "it is always plain LoRA",
-    "use_liger_kernel": "log-probs are computed in chunks without it",
-    "use_peft": "it is always on",
-    "use_vllm": "rollouts use the trained weights themselves",
-    "vllm_mode": "rollouts use the trained weights themselves",
-    "warmup_ratio": "use --warmup_steps",
-}
-
 EMBEDDED_DEFAULTS = {  # used instead for the tiny policies in common/
     "lora_r": 8,
     "lora_alpha": 16,
@@ -272,123 +275,6 @@ EMBEDDED_DEFAULTS = {  # used instead for the tiny policies in common/
     "per_device_eval_batch_size": 200,
     "save_steps": 25,
 }
-
-
-# ---- Messages, and flags that are not here -------------------------------------------------------
-def say(
-    message: object, limit: int | None = MAX_MESSAGE_LENGTH, from_any_process: bool = False
-) -> None:
-    """Prints a line to standard error, above the progress bar.
-
-    Only the main process speaks, unless the message may be one process's own. `limit` is a number
-    of characters, because a message may quote a file or another library. None is for our own words.
-    """
-    rank = os.environ.get("RANK", "0")
-    is_main = not rank.isdecimal() or int(rank) == 0  # `check_ranks` refuses what is no number
-    if not is_main and not from_any_process:
-        return
-    speaker = SCRIPT.name if is_main else f"{SCRIPT.name}: process {rank}"
-    text = f"{speaker}: {message}"[:limit]
-    with contextlib.suppress(OSError):  # nobody may be listening
-        tqdm.write(printable(text), file=sys.stderr)
-
-
-def fail(
-    message: object, limit: int | None = MAX_MESSAGE_LENGTH, from_any_process: bool = False
-) -> NoReturn:
-    """Ends the run with a sentence about the user's mistake: no stack trace, exit code 2."""
-    words = str(message).split()  # another library's message may span lines
-    say("error: " + " ".join(words), limit, from_any_process)
-    sys.exit(2)
-
-
-def refuse_unknown_flags(argv: list[str]) -> None:
-    """Ends the run if flags are not here, with advice for those of TRL.
-
-    It names every flag, once. Each argument is cut, so that a long one does not hide the others.
-    """
-    names = ["help"]
-    for declared in fields(Args):
-        if declared.init:
-            names.append(declared.name)
-        if declared.default is True:
-            names.append(f"no_{declared.name}")  # as HfArgumentParser has it
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in names:
-        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
-        parser.add_argument(*spellings, nargs="*")
-    _, unknown = parser.parse_known_args(argv)
-
-    advice = {}
-    for argument in unknown:
-        if argument.startswith("--"):
-            name = argument[:MAX_ARGUMENT_LENGTH].partition("=")[0].removeprefix("--")
-            advice[name] = TRL_FLAGS.get(name, "see --help")
-    if advice:
-        described = [f"--{name} ({what_to_do})" for name, what_to_do in advice.items()]
-        fail(f"unknown flags: {', '.join(described)}", limit=None)
-
-
-if __name__ == "__main__":
-    refuse_unknown_flags(sys.argv[1:])  # before the imports below, which take seconds
-
-# ---- Imports that take seconds, and constants ----------------------------------------------------
-# On import bitsandbytes warns about an AVX512 kernel, which `load_policy` turns off anyway.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-import torch
-import torch.nn.functional as F
-import transformers
-from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, gather_object
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
-from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
-from transformers.utils import find_adapter_config_file
-
-if TYPE_CHECKING:  # functions import PEFT where they use it: --help need not wait for it
-    from peft import PeftModel
-
-from common.data import (
-    DataError,
-    Problem,
-    grade_batch,
-    load_data,
-    problem_at,
-    reward_batch,
-)
-from common.metrics import (
-    RunLog,
-    best_step,
-    credit_group,
-    credit_metrics,
-    eval_metrics,
-    hints,
-    introduction,
-    log_completions,
-    peak_memory,
-    report_run,
-    rollout_metrics,
-    start_log,
-    stock_gap,
-    timed,
-)
-from common.reward import Grader, RewardError, load_reward_funcs
-
-CUDA = torch.cuda.is_available()
-# A GPU below compute capability 8, such as a T4, says that it has bf16, and emulates it slowly.
-HAS_BF16 = CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
-
-MAX_SKIPPED_UPDATES = 10  # in a row, before the run ends
-STOP_CHECK_INTERVAL = 8  # tokens between checks for ended completions; a check waits for the GPU
-SHRINK_AT = 0.75  # share of unfinished rows at which dropping the others is worth the copying
-LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
-
-ProblemSet = tuple[list[Problem], list[list[int]]]  # problems, and their prompts as token ids
 
 
 # === CREDIT ===
@@ -414,7 +300,8 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
         reduction = -micro.entropy.diff().clamp(max=0) * micro.mask[:, 1:]  # [B, T - 1]
         return F.pad(reduction, (0, 1))
 
-    # The other signals compare the policy with its base: the same model, its adapter disabled.
+    # arca, divergence and the controls compare the policy with its base: the same model, its
+    # adapter disabled. The controls then rearrange ARCA's weights.
     context = in_fp32(run) if run.args.score_in_fp32 else contextlib.nullcontext(run.policy)
     with context as policy:
         logp, hidden = policy(micro, needs_logp=credit == "divergence")
@@ -473,8 +360,8 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
             layer.forward = functools.partial(nf4_in_fp32, layer)
         for parameter in bf16_parameters:
             parameter.data = parameter.data.float()
-        # Not run.policy, which would autocast to bf16, and eagerly: in a compiled layer,
-        # reading an NF4 weight never ends.
+        # run.policy would autocast to bf16. Run it eagerly: to compile the reading of an NF4 weight
+        # never ends.
         with torch.compiler.set_stance("force_eager"):
             yield Policy(run.model, run.args.temperature)
     finally:
@@ -510,7 +397,7 @@ class Batch:
     attention: Tensor  # [B, P + T] bool: False on padding
     truncated: Tensor  # [B] bool: ended by the length limit, not by a stop token
     sampled_logp: Tensor  # [B, T] under the policy that sampled, as the decode loop computed it
-    entropy: Tensor  # [B, T] nats, of the distributions that the tokens were drawn from
+    entropy: Tensor  # [B, T] nats, at --temperature, before top_k and top_p
     # set by `collect`
     problems: list[Problem] = field(default_factory=list)  # [B] with gold answers and columns
     rewards: Tensor = NOT_SET  # [B] weighted sum of reward functions; NaN if none applies
@@ -571,7 +458,7 @@ class Run:
     groups: list = field(default_factory=list)  # examples for credit.html
     skipped: int = 0  # updates in a row whose loss or gradient was not finite
     former_end: int = -1  # the step at which the run that is resumed had finished
-    task: str = ""  # identifies all problems and prompts, so that `resume` recognizes them
+    task: str = ""  # a digest of all problems and prompts, by which `resume` recognizes them
 
     def is_due(self, interval: int) -> bool:
         """Returns whether the last rollout reached a multiple of `interval` updates; 0: never."""
@@ -673,7 +560,7 @@ def collect(run: Run, train_set: ProblemSet, metrics: dict) -> Batch:
 
     # Sample and grade.
     uniforms = row_uniforms(args, "rollout", run.rollout, rows, args.max_completion_length)
-    batch = sample_in_parts(run, rows, row_prompts, uniforms)
+    batch = sample(run, rows, row_prompts, uniforms)
     batch.problems = row_problems
     batch.rewards = reward_batch(run, batch, metrics)
 
@@ -759,9 +646,9 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
 
 @contextlib.contextmanager
 def reference_weights(run: Run) -> Iterator[None]:
-    """Makes the policy its own reference within the `with` block: the policy before training.
+    """Gives the policy the weights from before training within the `with` block.
 
-    That is the base model without an adapter, or the adapter that the run has started from.
+    Those are the base without an adapter, or with the adapter that the run has started from.
     """
     if not run.start_weights:
         with run.model.disable_adapter():
@@ -860,7 +747,8 @@ def policy_loss(
 def token_scale(args: Args, mask: Tensor, completions: float, tokens: float) -> Tensor:
     """Returns the factor [B, T] of each token in the loss.
 
-    `completions` and `tokens` count the whole update, so splitting it does not change the loss.
+    `completions` is the number of an update's completions, and `tokens` that of its tokens, on
+    average over the rollout. So splitting an update into micro-batches does not change the loss.
     """
     if args.loss_type == "grpo":
         lengths = mask.sum(1, keepdim=True).clamp(min=1)
@@ -880,8 +768,6 @@ def evaluate(
     args = run.args
     accelerator = run.accelerator
     own_problems = range(accelerator.process_index, len(problems), accelerator.num_processes)
-    # Each problem has as many random streams as in training, or more if it needs more.
-    group_size = max(args.num_generations, args.num_generations_eval)
     former_timeouts = run.grader.timeouts
     verdicts = []
     for kind, samples in (("greedy", 1), ("sampled", args.num_generations_eval)):
@@ -892,10 +778,11 @@ def evaluate(
                 break
             batch_jobs = jobs[start : start + args.per_device_eval_batch_size]
             batch_prompts = [prompts[n] for n, _ in batch_jobs]
-            rows = torch.tensor([n * group_size + draw for n, draw in batch_jobs])
-            uniforms = row_uniforms(args, "eval", 0, rows, args.max_completion_length, group_size)
-            is_greedy = kind == "greedy"
-            batch = sample(run, rows, batch_prompts, uniforms, is_greedy)
+            streams = [random_stream(args.seed, "eval", 0, n, draw) for n, draw in batch_jobs]
+            length = args.max_completion_length
+            uniforms = torch.stack([torch.rand(length, generator=stream) for stream in streams])
+            rows = torch.arange(len(batch_jobs))
+            batch = sample(run, rows, batch_prompts, uniforms, is_greedy=kind == "greedy")
             batch.problems = [problems[n] for n, _ in batch_jobs]
             grades = grade_batch(run, batch)
             log_completions(run, kind, batch, grades)
@@ -918,16 +805,14 @@ def random_stream(*key: object, device: torch.device | str = "cpu") -> torch.Gen
     return torch.Generator(device).manual_seed(seed)
 
 
-def row_uniforms(
-    args: Args, kind: str, step: int, rows: Tensor, length: int, group_size: int = 0
-) -> Tensor:
+def row_uniforms(args: Args, kind: str, step: int, rows: Tensor, length: int) -> Tensor:
     """Returns uniforms [B, length] that depend only on --seed, `kind`, `step` and the row.
 
-    A row is prompt * group_size + sample; the group size is --num_generations if it is not given.
+    A row is prompt * G + sample.
     """
     uniforms = []
     for row in rows.tolist():
-        prompt, draw = divmod(row, group_size or args.num_generations)
+        prompt, draw = divmod(row, args.num_generations)
         stream = random_stream(args.seed, kind, step, prompt, draw)
         uniforms.append(torch.rand(length, generator=stream))
     return torch.stack(uniforms)
@@ -1059,7 +944,7 @@ class Decoder:
         except RuntimeError as error:
             Decoder.can_capture = False
             torch.cuda.set_stream(stream)  # a capture that fails stays on its own
-            say(f"this model decodes without a CUDA graph, which is slower: {error}")
+            say(f"decoding goes on without a CUDA graph, which is slower: {error}")
 
     def keep(self, rows: Tensor) -> None:
         """Continues with only `rows` of the active rows, in smaller tensors."""
@@ -1070,88 +955,63 @@ class Decoder:
         self.steps_on_these_tensors = 0
 
 
-def sample_in_parts(run: Run, rows: Tensor, prompts: list[list[int]], uniforms: Tensor) -> Batch:
-    """Samples a rollout, --per_device_rollout_batch_size completions at a time.
-
-    Each completion depends on its own row of the uniforms, so the parts change no sample.
-    """
-    part_size = run.args.per_device_rollout_batch_size or len(rows)
-    parts = []
-    for start in range(0, len(rows), part_size):
-        part = slice(start, start + part_size)
-        parts.append(sample(run, rows[part], prompts[part], uniforms[part]))
-    if len(parts) == 1:
-        return parts[0]
-    return join_batches(parts, run.tokenizer.pad_token_id)
-
-
-def join_batches(parts: list[Batch], pad_token_id: int) -> Batch:
-    """Returns the rows of all parts in one batch, padded to the widest prompts and completions."""
-    prompt_width = max(part.prompt_width for part in parts)
-    length = max(part.mask.shape[1] for part in parts)
-
-    def join(name: str, padding: float) -> Tensor:
-        padded = []
-        for part in parts:
-            columns = getattr(part, name)
-            on_the_left = 0
-            if name in ("ids", "attention"):  # [B, P + T]
-                on_the_left = prompt_width - part.prompt_width
-            on_the_right = length - part.mask.shape[1]
-            padded.append(F.pad(columns, (on_the_left, on_the_right), value=padding))
-        return torch.cat(padded)
-
-    return Batch(
-        rows=torch.cat([part.rows for part in parts]),
-        prompt_width=prompt_width,
-        ids=join("ids", pad_token_id),
-        attention=join("attention", False),
-        truncated=torch.cat([part.truncated for part in parts]),
-        sampled_logp=join("sampled_logp", 0.0),
-        entropy=join("entropy", 0.0),
-    )
-
-
 @torch.no_grad()
 def sample(
     run: Run, rows: Tensor, prompts: list[list[int]], uniforms: Tensor, is_greedy: bool = False
 ) -> Batch:
     """Samples a completion of up to T tokens for each prompt, using uniforms [B, T].
 
-    Masks come from lengths, never from token ids: the pad token may also be a stop token.
+    It takes --per_device_rollout_batch_size completions at a time. Each depends on its own row of
+    the uniforms, so the parts change no sample. Masks come from lengths, never from token ids: the
+    pad token may also be a stop token.
     """
     run.policy.eval()
     uniforms = uniforms.to(run.eos_ids.device)
-    decoder = decode(run, prompts, uniforms, is_greedy)
+    part_size = run.args.per_device_rollout_batch_size or len(rows)
+    parts = []
+    for start in range(0, len(rows), part_size):
+        part = slice(start, start + part_size)
+        parts.append(decode(run, prompts[part], uniforms[part], is_greedy))
+
+    # Join the parts, whose prompts are padded on the left to different widths.
+    width = max(ids.shape[1] for ids, _, _ in parts)
+    padded = [F.pad(ids, (width - ids.shape[1], 0), value=-1) for ids, _, _ in parts]
+    ids = torch.cat(padded)  # [B, P + T], -1: no token
+    logp = torch.cat([logp for _, logp, _ in parts])  # [B, T]
+    entropy = torch.cat([entropy for _, _, entropy in parts])  # [B, T]
+    prompt_width = width - uniforms.shape[1]
 
     # A completion ends with its first stop token. Everything after that is padding.
-    prompt_width = decoder.prompt_width
-    is_stop = torch.isin(decoder.ids[:, prompt_width:], run.eos_ids).int()  # [B, T]
+    is_stop = torch.isin(ids[:, prompt_width:], run.eos_ids).int()  # [B, T]
     is_completion = is_stop.cumsum(1) - is_stop == 0  # no stop token before this one
-    attention = torch.cat((decoder.ids[:, :prompt_width] >= 0, is_completion), 1)
+    attention = torch.cat((ids[:, :prompt_width] >= 0, is_completion), 1)
 
     # Overwrite the padding, and drop the columns that contain nothing else.
-    ids = torch.where(attention, decoder.ids, run.tokenizer.pad_token_id)
-    logp = torch.where(attention, decoder.logp, 0.0)
-    entropy = torch.where(attention, decoder.entropy, 0.0)
-    end = prompt_width + int(is_completion.sum(1).max())
+    ids = torch.where(attention, ids, run.tokenizer.pad_token_id)
+    length = int(is_completion.sum(1).max())
     return Batch(
         rows=rows.to(uniforms.device),
         prompt_width=prompt_width,
-        ids=ids[:, :end],
-        attention=attention[:, :end],
+        ids=ids[:, : prompt_width + length],
+        attention=attention[:, : prompt_width + length],
         truncated=~is_stop.any(1),
-        sampled_logp=logp[:, prompt_width:end],
-        entropy=entropy[:, prompt_width:end],
+        sampled_logp=torch.where(is_completion, logp, 0.0)[:, :length],
+        entropy=torch.where(is_completion, entropy, 0.0)[:, :length],
     )
 
 
-def decode(run: Run, prompts: list[list[int]], uniforms: Tensor, is_greedy: bool) -> Decoder:
-    """Runs a decoder until every completion has a stop token or T tokens, and returns it."""
+def decode(
+    run: Run, prompts: list[list[int]], uniforms: Tensor, is_greedy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs a decoder until every completion has a stop token or T tokens.
+
+    Returns ids [B, P + T], and log-probs and entropies [B, T].
+    """
     args = run.args
     sampling = (0.0 if is_greedy else args.temperature, args.top_k, args.top_p)
-    weights = dense(run.model) if args.rollout_weights == "dense" else contextlib.nullcontext()
-    with weights, run.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
+    is_dense = args.rollout_weights == "dense"
+    in_dense = dense(run.model) if is_dense else contextlib.nullcontext()
+    with in_dense, run.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
         decoder = Decoder(run.model.get_base_model(), prompts, uniforms, sampling)
         for t in range(1, uniforms.shape[1]):
             if t % STOP_CHECK_INTERVAL == 0:
@@ -1162,7 +1022,8 @@ def decode(run: Run, prompts: list[list[int]], uniforms: Tensor, is_greedy: bool
                 if is_unfinished.sum() <= SHRINK_AT * len(is_unfinished):
                     decoder.keep(is_unfinished.nonzero().squeeze(1))
             decoder.advance()
-    return decoder
+    begin = decoder.prompt_width
+    return decoder.ids, decoder.logp[:, begin:], decoder.entropy[:, begin:]
 
 
 @contextlib.contextmanager
@@ -1316,7 +1177,10 @@ def head_logits(base: transformers.PreTrainedModel, hidden: Tensor) -> Tensor:
 
 # ---- Set-up: NF4 + LoRA --------------------------------------------------------------------------
 def load_policy(args: Args, device: torch.device) -> PeftModel:
-    """Loads the base model in NF4, computing in --dtype, and adds a new LoRA adapter."""
+    """Returns the base model with its adapter: a new one, or the one that the run starts from.
+
+    The base is in NF4, unless --load_in_4bit is False, and computes in --dtype.
+    """
     name = args.model_name_or_path
     quantization = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -1354,75 +1218,6 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     return model
 
 
-def check_weights(base: transformers.PreTrainedModel, name: str, loading: dict[str, Any]) -> None:
-    """Ends the run if the files of a model lack weights, or hold some that the model leaves out.
-
-    The model class would fill in random numbers, or compute without them. Weights of whole modules
-    that it does not have, such as a vision tower, may be left out, but no layer of its own.
-    """
-    missing = sorted([*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])])
-    if missing:
-        fail(f"{name} lacks weights, or has them in other shapes: {', '.join(missing[:5])}")
-    modules = dict(base.named_modules())
-    modules.update(base.base_model.named_modules())  # some files name weights without the `model.`
-    left_out = []
-    for key in sorted(loading["unexpected_keys"]):
-        parent = ".".join(key.split(".")[:-2])  # of "layers.0.attn.q_norm.weight": layers.0.attn
-        if (parent and parent in modules) or is_extra_layer(base.config, modules, key):
-            left_out.append(key)
-    if left_out:
-        fail(f"{name} has weights that {type(base).__name__} leaves out: {', '.join(left_out[:5])}")
-
-
-def check_quantization(args: Args, base: transformers.PreTrainedModel) -> None:
-    """Ends the run if the files of a model were quantized already, and otherwise than here."""
-    found = getattr(base.config, "quantization_config", None)
-    if not args.load_in_4bit or found is None:
-        return
-    is_4bit = getattr(found, "load_in_4bit", False)
-    kind = found.bnb_4bit_quant_type if is_4bit else "another format"
-    if kind != "nf4":
-        fail(f"{args.model_name_or_path} is quantized to {kind}: give a model that is not")
-    dtype = found.bnb_4bit_compute_dtype
-    if dtype != getattr(torch, str(args.dtype)):
-        fail(f"{args.model_name_or_path} is in NF4 that computes in {dtype}: set --dtype to that")
-
-
-def check_adapter(args: Args, model: PeftModel) -> None:
-    """Ends the run if it cannot train the adapter that it starts from.
-
-    Rollouts apply the two matrices of plain LoRA and nothing else, and bf16 rounds away what a step
-    changes in whole modules.
-    """
-    variants = [layer for layer in model.modules() if getattr(layer, "lora_variant", None)]
-    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
-    names = [name for name, _ in trained if "modules_to_save" not in name]
-    if variants or any(name.endswith("bias") for name in names):
-        fail(f"{args.start_adapter} is a variant of LoRA (such as DoRA), or trains biases")
-    rounded = [name for name, dtype in trained if dtype != torch.float32]
-    if rounded:
-        fail(f"{args.start_adapter} trains {rounded[0]} in {args.dtype}: set --dtype float32")
-
-
-def is_extra_layer(
-    config: transformers.PretrainedConfig, modules: dict[str, nn.Module], key: str
-) -> bool:
-    """Returns whether a weight is of a layer beyond the last one of a stack that the model has.
-
-    Layers that predict further tokens may follow the stack. Only their own loss would use them.
-    """
-    names = key.split(".")
-    further_layers = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
-    for depth in range(1, len(names)):
-        stack = modules.get(".".join(names[:depth]))
-        number = names[depth]
-        if not isinstance(stack, nn.ModuleList) or not number.isdecimal():
-            continue
-        if int(number) >= len(stack) + further_layers:
-            return True
-    return False
-
-
 def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
     """Returns the model with a new LoRA adapter, or with the one that the run starts from."""
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -1458,6 +1253,75 @@ def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
     return model
 
 
+def check_weights(base: transformers.PreTrainedModel, name: str, loading: dict[str, Any]) -> None:
+    """Ends the run if the files of a model lack weights, or hold some that the model leaves out.
+
+    The model class would fill in random numbers, or compute without them. Weights of whole modules
+    that it does not have, such as a vision tower, may be left out, but no layer of its own.
+    """
+    missing = sorted([*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])])
+    if missing:
+        fail(f"{name} lacks weights, or has them in other shapes: {', '.join(missing[:5])}")
+    modules = dict(base.named_modules())
+    modules.update(base.base_model.named_modules())  # some files name weights without the `model.`
+    left_out = []
+    for key in sorted(loading["unexpected_keys"]):
+        parent = ".".join(key.split(".")[:-2])  # of "layers.0.attn.q_norm.weight": layers.0.attn
+        if (parent and parent in modules) or is_extra_layer(base.config, modules, key):
+            left_out.append(key)
+    if left_out:
+        fail(f"{name} has weights that {type(base).__name__} leaves out: {', '.join(left_out[:5])}")
+
+
+def is_extra_layer(
+    config: transformers.PretrainedConfig, modules: dict[str, nn.Module], key: str
+) -> bool:
+    """Returns whether a weight is of a layer beyond the last one of a stack that the model has.
+
+    Layers that predict further tokens may follow the stack. Only their own loss would use them.
+    """
+    names = key.split(".")
+    further_layers = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    for depth in range(1, len(names)):
+        stack = modules.get(".".join(names[:depth]))
+        number = names[depth]
+        if not isinstance(stack, nn.ModuleList) or not number.isdecimal():
+            continue
+        if int(number) >= len(stack) + further_layers:
+            return True
+    return False
+
+
+def check_quantization(args: Args, base: transformers.PreTrainedModel) -> None:
+    """Ends the run if the files of a model were quantized already, and otherwise than here."""
+    found = getattr(base.config, "quantization_config", None)
+    if not args.load_in_4bit or found is None:
+        return
+    is_4bit = getattr(found, "load_in_4bit", False)
+    kind = found.bnb_4bit_quant_type if is_4bit else "another format"
+    if kind != "nf4":
+        fail(f"{args.model_name_or_path} is quantized to {kind}: give a model that is not")
+    dtype = found.bnb_4bit_compute_dtype
+    if dtype != getattr(torch, str(args.dtype)):
+        fail(f"{args.model_name_or_path} is in NF4 that computes in {dtype}: set --dtype to that")
+
+
+def check_adapter(args: Args, model: PeftModel) -> None:
+    """Ends the run if it cannot train the adapter that it starts from.
+
+    Rollouts apply the two matrices of plain LoRA and nothing else, and bf16 rounds away what a step
+    changes in whole modules.
+    """
+    variants = [layer for layer in model.modules() if getattr(layer, "lora_variant", None)]
+    trained = [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+    names = [name for name, _ in trained if "modules_to_save" not in name]
+    if variants or any(name.endswith("bias") for name in names):
+        fail(f"{args.start_adapter} is a variant of LoRA (such as DoRA), or trains biases")
+    rounded = [name for name, dtype in trained if dtype != torch.float32]
+    if rounded:
+        fail(f"{args.start_adapter} trains {rounded[0]} in {args.dtype}: set --dtype float32")
+
+
 def make_accelerator(args: Args) -> Accelerator:
     """Returns Accelerate's handle on the devices and processes."""
     no_accumulation = GradientAccumulationPlugin(num_steps=1)  # `update` does it
@@ -1474,7 +1338,7 @@ def make_accelerator(args: Args) -> Accelerator:
 
 
 def build_run(args: Args, tokenizer: transformers.PreTrainedTokenizerBase) -> Run:
-    """Builds the policy, the optimizer and the schedule, and prepares them with Accelerate."""
+    """Builds the policy, the optimizer and the schedule. Accelerate prepares the first two."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
     reward_funcs = load_reward_funcs(args.reward_funcs, args.reward_weights)
     accelerator = make_accelerator(args)
@@ -1832,7 +1696,81 @@ def check_state(run: Run, folder: Path, state: dict[str, Any]) -> None:
         raise ValueError("it holds numbers that are not finite")
 
 
+# ---- Messages ------------------------------------------------------------------------------------
+MAX_MESSAGE_LENGTH = 600  # characters; a message may quote a file or another library
+MAX_ARGUMENT_LENGTH = 60  # characters, of an unknown one in the message about it
+
+
+def say(message: object, from_any_process: bool = False, limit: int = MAX_MESSAGE_LENGTH) -> None:
+    """Prints a line to standard error, above the progress bar.
+
+    Only the main process speaks, unless the message may be one process's own. `limit` is a number
+    of characters, because a message may quote a file or another library.
+    """
+    rank = os.environ.get("RANK", "0")
+    is_main = not rank.isdecimal() or int(rank) == 0  # `check_ranks` refuses what is no number
+    if not is_main and not from_any_process:
+        return
+    speaker = SCRIPT.name if is_main else f"{SCRIPT.name}: process {rank}"
+    text = f"{speaker}: {message}"[:limit]
+    with contextlib.suppress(OSError):  # nobody may be listening
+        tqdm.write(printable(text), file=sys.stderr)
+
+
+def fail(message: object, limit: int = MAX_MESSAGE_LENGTH) -> NoReturn:
+    """Ends the run with a sentence about the user's mistake: no stack trace, exit code 2."""
+    words = str(message).split()  # another library's message may span lines
+    # Before processes meet, each has the same error. After that it may be one process's own.
+    say("error: " + " ".join(words), torch.distributed.is_initialized(), limit)
+    sys.exit(2)
+
+
 # ---- Command line --------------------------------------------------------------------------------
+TRL_FLAGS = {  # what to do about flags of TRL that are not here
+    "adam_beta1": "AdamW's betas are .9 and .999",
+    "adam_beta2": "AdamW's betas are .9 and .999",
+    "attn_implementation": "the model's own default is used",
+    "bf16": "use --dtype bfloat16",
+    "bnb_4bit_quant_type": "it is always nf4",
+    "config": "give the flags themselves",
+    "deepspeed": "launch it on one device, or with DDP",
+    "delta": "there is no two-sided clipping",
+    "disable_dropout": "use --lora_dropout 0",
+    "do_eval": "evaluation is always on, see --eval_steps",
+    "do_train": "use --max_steps 0 to only evaluate",
+    "eval_strategy": "use --eval_steps",
+    "fp16": "use --dtype bfloat16 or float32",
+    "generation_batch_size": "use --steps_per_generation",
+    "gradient_checkpointing_kwargs": "use --gradient_checkpointing",
+    "importance_sampling_level": "sequence is grpo_strace.py --credit gspo",
+    "load_best_model_at_end": "summary.json names the best checkpoint",
+    "load_in_8bit": "use --load_in_4bit",
+    "log_completions": "completions.jsonl always has them",
+    "logging_dir": "use --output_dir",
+    "logging_steps": "every update is logged",
+    "lora_task_type": "it is always CAUSAL_LM",
+    "max_prompt_length": "no prompt is cut; one that does not fit the context is an error",
+    "min_p": "use --top_p or --top_k",
+    "num_train_epochs": "use --max_steps",
+    "optim": "the optimizer is always AdamW",
+    "overwrite_output_dir": "remove the folder, or change --output_dir",
+    "push_to_hub": "upload the folder adapter/ with the command hf upload",
+    "repetition_penalty": "sampling has no penalties",
+    "reward_model_name_or_path": "use --reward_funcs",
+    "save_strategy": "use --save_steps",
+    "top_entropy_quantile": "grpo_strace.py masks tokens by their entropy",
+    "torch_dtype": "use --dtype",
+    "trust_remote_code": "no code of a model is ever run",
+    "use_bnb_nested_quant": "it is always on",
+    "use_dora": "it is always plain LoRA",
+    "use_liger_kernel": "log-probs are computed in chunks without it",
+    "use_peft": "it is always on",
+    "use_vllm": "rollouts use the trained weights themselves",
+    "vllm_mode": "rollouts use the trained weights themselves",
+    "warmup_ratio": "use --warmup_steps",
+}
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the docstring's layout, and shows both defaults where embedded policies differ."""
 
@@ -1847,7 +1785,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """Parses the flags, and checks what can be checked without a model or data."""
+    """Parses the flags, and checks what can be checked without a model or data.
+
+    An adapter to start from is fetched here, because it determines some of the flags.
+    """
     check_ranks()
     parser = transformers.HfArgumentParser(
         Args,
@@ -1857,29 +1798,29 @@ def parse_args(argv: list[str] | None = None) -> Args:
         allow_abbrev=False,
     )
     parser.error = fail  # argparse would print the whole usage first
-    refuse_unknown_flags(sys.argv[1:] if argv is None else argv)
 
     # Parse once to learn the model, and again if the defaults depend on it.
     args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        fail(f"unknown argument {unknown[0][:MAX_ARGUMENT_LENGTH]}: a flag begins with --")
-    start_adapter, adapter_defaults = find_adapter(args.model_name_or_path, args.model_revision)
-    name = adapter_defaults.get("model_name_or_path", args.model_name_or_path)
+        refuse(unknown)
+    start_adapter, adapter_flags = find_adapter(args.model_name_or_path, args.model_revision)
+    name = adapter_flags.get("model_name_or_path", args.model_name_or_path)
     if Path(name).resolve().parent == Path(TINY_POLICY).resolve().parent:
         parser.set_defaults(**EMBEDDED_DEFAULTS)
         args, _ = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     for declared in fields(args):
-        accepted = declared.metadata.get("metavar")
+        accepted = declared.metadata.get("metavar")  # a range, where it has one
         value = getattr(args, declared.name)
         if accepted is not None and value is not None and value not in accepted:
             fail(f"--{declared.name} {value} is out of range {accepted}")
     if start_adapter is not None:
         tokens = sys.argv[1:] if argv is None else argv
         for token in tokens:
-            if token.startswith("--lora_"):
-                fail(f"{token.partition('=')[0]} is given by {args.model_name_or_path}: drop it")
+            name = token.partition("=")[0]
+            if name.replace("-", "_").startswith("__lora_"):
+                fail(f"{name} is given by {args.model_name_or_path}: drop it")
         args.start_adapter = start_adapter
-        for flag_name, value in adapter_defaults.items():
+        for flag_name, value in adapter_flags.items():
             setattr(args, flag_name, value)
 
     # Fill in the defaults that depend on the machine or on other flags.
@@ -1893,6 +1834,22 @@ def parse_args(argv: list[str] | None = None) -> Args:
         fail(f"--report_to {args.report_to} needs: pip install {args.report_to}")
     check_launcher()
     return args
+
+
+def refuse(unknown: list[str]) -> None:
+    """Ends the run because of arguments that no flag takes, with advice about flags of TRL.
+
+    It names every flag, once. Each argument is cut, so that a long one does not hide the others.
+    """
+    advice = {}
+    for argument in unknown:
+        if argument.startswith("--"):
+            name = argument[2:MAX_ARGUMENT_LENGTH].partition("=")[0]
+            advice[name] = TRL_FLAGS.get(name.replace("-", "_"), "see --help")
+    if not advice:
+        fail(f"unknown argument {unknown[0][:MAX_ARGUMENT_LENGTH]}: a flag begins with --")
+    described = [f"--{name} ({what_to_do})" for name, what_to_do in advice.items()]
+    fail(f"unknown flags: {', '.join(described)}", limit=100 * len(described) + 100)
 
 
 def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:
@@ -2045,8 +2002,7 @@ def main() -> None:
     try:
         run_to_the_end(args)
     except (DataError, RewardError, SafetensorError, OSError) as error:
-        # Before processes meet, each has the same error. After that it may be one process's own.
-        fail(error, from_any_process=torch.distributed.is_initialized())
+        fail(error)
     except KeyboardInterrupt:  # before the run listens to signals, so nothing needs saving
         sys.exit(128 + signal.SIGINT)
     except RuntimeError as error:
@@ -2054,8 +2010,7 @@ def main() -> None:
             raise
         smaller = "a smaller --per_device_train_batch_size, --rollout_weights quantized"
         advice = f"in this order, try --gradient_checkpointing True, {smaller}"
-        is_one_of_many = torch.distributed.is_initialized()
-        fail(f"out of memory: {advice}", from_any_process=is_one_of_many)
+        fail(f"out of memory: {advice}")
     if world_size() > 1:
         sys.stdout.flush()
         os._exit(0)  # the destructors of gloo's threads may hang

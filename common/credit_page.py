@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from common.data import token_roles, whole_prompt
+from common.data import whole_prompt
+from common.problems import token_roles
 from common.reward import ACCURACY
 from common.run_log import finite_or_nan, format_number
 

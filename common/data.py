@@ -17,15 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from common.printable import printable
 from common.problems import (
-    Chain,
-    Operation,
     Problem,
     chain_problems,
-    first_error,
     has_right_steps,
-    random_chain,
-    stated_results,
-    token_roles,
 )
 from common.reward import Grader, RewardError, call_reward_func, last_boxed, takes_argument
 
@@ -37,13 +31,6 @@ if TYPE_CHECKING:
     Args = Any
     Batch = Any
     Run = Any
-
-__all__ = [
-    "Chain", "DataError", "Operation", "Problem", "chain_problems", "completions_of",
-    "context_length", "correctness", "encode_prompt", "final_answer", "first_error", "grade_batch",
-    "load_data", "load_problems", "parse_rows", "problem_at", "random_chain", "read_split",
-    "reward_batch", "stated_results", "token_roles", "whole_prompt",
-]  # fmt: skip
 
 EMBEDDED = "chain_arithmetic"
 TRAINING_CHAINS = 4096

@@ -2,7 +2,7 @@
 
 What a run leaves behind is written by the modules next to this one: run_log.py (metrics.jsonl,
 config.json, completions.jsonl), curves.py, credit_page.py and report.py. messages.py makes
-sentences of the numbers. The scripts import from here what they use of all of these.
+sentences of the numbers.
 """
 
 from __future__ import annotations
@@ -17,22 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from common.credit_page import credit_group, write_credit_page
-from common.messages import hints, introduction
-from common.report import report_run
 from common.reward import shared_grader
-from common.run_log import RunLog, best_step, log_completions, start_log
 
 if TYPE_CHECKING:
     # Each script has its own classes of these names, alike in what is read here.
     Batch = Any
     Run = Any
-
-__all__ = [
-    "RunLog", "best_step", "control_weights", "credit_group", "credit_metrics", "eval_metrics",
-    "hints", "introduction", "log_completions", "pass_at_k", "peak_memory", "report_run",
-    "rollout_metrics", "start_log", "stock_gap", "timed", "weight_stats", "write_credit_page",
-]  # fmt: skip
 
 # Values, and how much each of them counts in a mean. The two have the same shape.
 Weighted = tuple[Tensor, Tensor]

@@ -42,8 +42,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from precision import spearman
 
+from common.credit_page import credit_group, write_credit_page
 from common.data import encode_prompt, grade_batch
-from common.metrics import credit_group, weight_stats, write_credit_page
+from common.metrics import weight_stats
 from common.problems import Problem, chain_problems, token_roles
 
 DATA = ROOT / "results/data/decisive_tokens"

@@ -67,7 +67,9 @@ def assign(args: g.Args, *micros: g.Batch) -> dict[str, float]:
     metrics: dict[str, float] = {}
     run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True))
     with torch.no_grad():  # as in the trainer's score()
-        g.assign_credit(run, g.join_batches(list(micros), 0), list(micros), metrics)
+        entropy = torch.cat([micro.entropy[micro.mask] for micro in micros])
+        rollout = SimpleNamespace(entropy=entropy, mask=torch.ones_like(entropy, dtype=torch.bool))
+        g.assign_credit(run, rollout, list(micros), metrics)
     return metrics
 
 

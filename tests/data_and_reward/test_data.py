@@ -24,7 +24,16 @@ import grpo_arca as trainer
 from common import data, problems
 from common.data import DataError
 from common.printable import printable
-from common.problems import Chain, Operation, Problem
+from common.problems import (
+    Chain,
+    Operation,
+    Problem,
+    chain_problems,
+    first_error,
+    random_chain,
+    stated_results,
+    token_roles,
+)
 from common.reward import Grader, RewardError, call_reward_func
 
 SHARED = ROOT.parent / "shared/data"
@@ -73,11 +82,11 @@ def test_a_prompt_reads_as_documented():
 
 
 def test_train_and_held_out_chains_never_meet():
-    held_out = {p.prompt for p in data.chain_problems(2000, held_out=True)}
+    held_out = {p.prompt for p in chain_problems(2000, held_out=True)}
     for seed in range(4):
-        train = {p.prompt for p in data.chain_problems(4096, held_out=False, seed=seed)}
+        train = {p.prompt for p in chain_problems(4096, held_out=False, seed=seed)}
         assert len(train) == 4096 and not train & held_out
-        other = {p.prompt for p in data.chain_problems(500, held_out=True, seed=seed)}
+        other = {p.prompt for p in chain_problems(500, held_out=True, seed=seed)}
         assert not train & other
 
 
@@ -91,7 +100,7 @@ def test_held_out_is_a_function_of_the_chain_and_one_in_ten():
     assert flags_of == [Chain(c.start, tuple(c.operations)).is_held_out() for c in chains]
     assert 0.08 < sum(flags_of) / len(flags_of) < 0.12
     # Fixed for good: the committed policy was trained on what this hash does not hold out.
-    assert [p.prompt for p in data.chain_problems(2, held_out=True)] == [
+    assert [p.prompt for p in chain_problems(2, held_out=True)] == [
         "Start with 55, add 14, add 17, add 4, subtract 13.",
         "Start with 52, subtract 12, subtract 13, subtract 12.",
     ]
@@ -99,20 +108,20 @@ def test_held_out_is_a_function_of_the_chain_and_one_in_ten():
 
 @pytest.mark.parametrize("held_out", [False, True])
 def test_generated_answers_are_right_and_small(held_out):
-    for problem in data.chain_problems(2000, held_out, seed=3):
+    for problem in chain_problems(2000, held_out, seed=3):
         values = recompute(problem.prompt)
         assert list(problem.steps) == values and problem.answer == str(values[-1])
         assert len(values) in (3, 4) and all(1 <= value <= 99 for value in values)
 
 
 def test_problems_depend_on_the_seed_alone():
-    assert data.chain_problems(50, False, 1) == data.chain_problems(50, False, 1)
-    assert data.chain_problems(50, False, 1) != data.chain_problems(50, False, 2)
+    assert chain_problems(50, False, 1) == chain_problems(50, False, 1)
+    assert chain_problems(50, False, 1) != chain_problems(50, False, 2)
 
 
 # ------------------------------------------------------------------- which step goes wrong where
 def stated(text, num_steps=3):
-    return [text[begin:end] for begin, end in data.stated_results(text, num_steps)]
+    return [text[begin:end] for begin, end in stated_results(text, num_steps)]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +176,7 @@ def test_stated_results(text, expected):
     ],
 )
 def test_first_error(text, marked):
-    error = data.first_error(text, PROBLEM)
+    error = first_error(text, PROBLEM)
     assert (None if error is None else text[error:][: len(marked or "x")]) == marked
     assert error is None or text[error:].startswith(marked)
 
@@ -175,17 +184,17 @@ def test_first_error(text, marked):
 def test_slips_that_cancel_are_an_error_though_the_answer_is_right():
     """23 + 19 = 43, doubled 84: the box is right, so the answer alone would earn the reward."""
     text = RIGHT.replace("42", "43")
-    assert text.endswith("\\boxed{79}.") and data.first_error(text, PROBLEM) == text.index("43") + 1
+    assert text.endswith("\\boxed{79}.") and first_error(text, PROBLEM) == text.index("43") + 1
 
 
 def test_of_two_equal_boxes_the_last_is_marked():
     """That is the one that the grader reads."""
     text = RIGHT.replace("{79}", "{80}") + " Yes, \\boxed{80}, not {80}."
-    assert data.first_error(text, PROBLEM) == text.rindex("\\boxed{") + len("\\boxed{")
+    assert first_error(text, PROBLEM) == text.rindex("\\boxed{") + len("\\boxed{")
 
 
 def characters(text):
-    return data.token_roles(list(text), PROBLEM)
+    return token_roles(list(text), PROBLEM)
 
 
 def test_roles_of_a_right_completion():
@@ -206,15 +215,15 @@ def test_tokens_of_several_characters():
     pieces = ["We begin at ", "23. Then adding 19 gives", " 42. We double", " it and get ", "8"]
     pieces += ["4. Minus 5 makes ", "7", "", "9", ". ", "So it is \\boxed{", "79}.", "<end>"]
     expected = ["", "", "decisive", "", "decisive", "decisive", "decisive", "", "decisive"]
-    assert data.token_roles(pieces, PROBLEM) == [*expected, "", "", "", ""]
+    assert token_roles(pieces, PROBLEM) == [*expected, "", "", "", ""]
     pieces[11] = "78}."
-    assert data.token_roles(pieces, PROBLEM) == [*expected, "", "", "first_wrong", ""]
+    assert token_roles(pieces, PROBLEM) == [*expected, "", "", "first_wrong", ""]
 
 
 def test_a_completion_that_ends_too_early_is_marked_at_its_last_token():
     pieces = ["We begin at ", "23", ". ", "<end>"]
-    assert data.token_roles(pieces, PROBLEM) == ["", "", "", "first_wrong"]
-    assert data.token_roles([], PROBLEM) == [] and data.token_roles([""], PROBLEM) == [""]
+    assert token_roles(pieces, PROBLEM) == ["", "", "", "first_wrong"]
+    assert token_roles([], PROBLEM) == [] and token_roles([""], PROBLEM) == [""]
 
 
 def random_texts(count):
@@ -231,8 +240,8 @@ def test_roles_of_any_text():
         while sum(map(len, pieces)) < len(text):
             begin = sum(map(len, pieces))
             pieces.append(text[begin : begin + rng.randint(0, 5)])
-        roles = data.token_roles(pieces, PROBLEM)
-        error = data.first_error(text, PROBLEM)
+        roles = token_roles(pieces, PROBLEM)
+        error = first_error(text, PROBLEM)
         assert len(roles) == len(pieces) and set(roles) <= ROLES
         assert roles.count("first_wrong") == (error is not None and text != "")
         assert error is None or 0 <= error <= len(text)
@@ -244,7 +253,7 @@ def test_an_answer_is_right_to_first_error_only_if_it_is_to_the_grader():
 
     agreed = 0
     for text in random_texts(4000):
-        if data.first_error(text, PROBLEM) is None:
+        if first_error(text, PROBLEM) is None:
             assert last_boxed(text) == "79"
             agreed += 1
     assert agreed > 100
@@ -259,10 +268,10 @@ def test_an_answer_is_right_to_first_error_only_if_it_is_to_the_grader():
 )  # fmt: skip
 def test_long_texts_take_linear_time(unit):
     text = unit * (100_000 // len(unit))
-    data.first_error(text[:10_000], PROBLEM)
+    first_error(text[:10_000], PROBLEM)
     began = time.process_time()
     for long in (text, RIGHT + text, "\\boxed{" + text + "}" + text):
-        data.first_error(long, PROBLEM)
+        first_error(long, PROBLEM)
     # A guard against quadratic growth (minutes), in CPU time: other processes do not count.
     assert time.process_time() - began < 15
 
@@ -274,7 +283,7 @@ def demonstrations():
 
     def pairs(slips):
         rng = random.Random(11)
-        chains = [data.random_chain(rng, held_out=False) for _ in range(2500)]
+        chains = [random_chain(rng, held_out=False) for _ in range(2500)]
         problems = [Problem(c.prompt(), str(c.results()[-1]), c.results()) for c in chains]
         texts = [make.demonstrate(rng, chain, make.TINY, slips) for chain in chains]
         return list(zip(problems, texts, strict=True))
@@ -284,7 +293,7 @@ def demonstrations():
 
 def test_clean_demonstrations_are_right(demonstrations):
     for problem, text in demonstrations[False]:
-        assert data.first_error(text, problem) is None, text
+        assert first_error(text, problem) is None, text
         assert stated(text, len(problem.steps)) == [str(step) for step in problem.steps]
 
 
@@ -293,9 +302,9 @@ def test_slips_never_cancel(demonstrations):
     wrong = 0
     for problem, text in demonstrations[True]:
         boxed = re.search(r"\\boxed\{(\d+)\}", text)[1]
-        assert (data.first_error(text, problem) is None) == (boxed == problem.answer), text
+        assert (first_error(text, problem) is None) == (boxed == problem.answer), text
         wrong += boxed != problem.answer
-        roles = data.token_roles(list(text), problem)
+        roles = token_roles(list(text), problem)
         assert roles.count("first_wrong") == (boxed != problem.answer) and set(roles) <= ROLES
     assert 0.4 < wrong / len(demonstrations[True]) < 0.95
 
@@ -471,10 +480,10 @@ def test_steps_that_a_data_set_names_must_be_stated(text, wrong):
     row = {"problem": "7 + 5 - 4", "answer": "8", "steps": [12, 8]}
     (problem,) = data.parse_rows([row], "x", None, None)
     assert problem.steps == (12, 8) and problem.columns["steps"] == [12, 8]
-    assert data.first_error(text, problem) == wrong
+    assert first_error(text, problem) == wrong
     with Grader() as grader:
         assert data.correctness(grader, [text], [problem]) == [float(wrong is None)]
-    marked = [i for i, role in enumerate(data.token_roles([*text], problem)) if role[:5] == "first"]
+    marked = [i for i, role in enumerate(token_roles([*text], problem)) if role[:5] == "first"]
     assert marked == ([] if wrong is None else [min(wrong, len(text) - 1)])
 
 
@@ -489,8 +498,8 @@ def test_steps_may_be_written_with_commas_and_the_box_as_the_grader_has_it():
     ]
     wrong += ["700 + 500 = 1200. \\boxed{1201}"]
     texts = right + wrong
-    assert data.first_error(right[0], problem) is None  # nor is a token marked as wrong
-    assert data.first_error(right[6], problem) is None
+    assert first_error(right[0], problem) is None  # nor is a token marked as wrong
+    assert first_error(right[6], problem) is None
     with Grader() as grader:
         verdicts = data.correctness(grader, texts, [problem] * len(texts))
     assert verdicts == [1.0] * len(right) + [0.0] * len(wrong)
@@ -803,7 +812,7 @@ def test_asking_for_more_chains_than_there_are(monkeypatch):
         return next(draws)
 
     monkeypatch.setattr(problems, "random_chain", random_chain)
-    assert [p.answer for p in data.chain_problems(9, held_out=True)] == ["79", "81", "83", "85"]
+    assert [p.answer for p in chain_problems(9, held_out=True)] == ["79", "81", "83", "85"]
 
 
 @pytest.mark.slow  # all chains of two operations, one by one
@@ -824,7 +833,7 @@ def test_the_long_policy_can_do_eight_operations(make_run, tokenizer):
     policy = str(Path(TINY).with_name("long_policy"))
     run = make_run(model=policy, adapter=0.0, max_completion_length=160)
     assert run.tokenizer.get_vocab() == tokenizer.get_vocab()
-    problems = data.chain_problems(64, held_out=True, length=8)
+    problems = chain_problems(64, held_out=True, length=8)
     prompts = [data.encode_prompt(run.tokenizer, problem.prompt) for problem in problems]
     u = trainer.row_uniforms(run.args, "test", 0, torch.arange(64), 160)
     rates = []

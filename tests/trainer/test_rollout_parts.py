@@ -29,9 +29,9 @@ def test_a_rollout_in_parts_has_the_same_samples(run, part_size):
     prompts = prompts_of(run, 8)
     uniforms = fixed_uniforms(8, 24)
     rows = torch.arange(8) + 40
-    whole = trainer.sample_in_parts(run, rows, prompts, uniforms)
+    whole = trainer.sample(run, rows, prompts, uniforms)
     args = replace(run.args, per_device_rollout_batch_size=part_size)
-    parts = trainer.sample_in_parts(replace(run, args=args), rows, prompts, uniforms)
+    parts = trainer.sample(replace(run, args=args), rows, prompts, uniforms)
     assert whole.mask.sum(1).unique().numel() > 1
     for name in ("rows", "prompt_width", "ids", "attention", "truncated"):
         ours = torch.as_tensor(getattr(parts, name))
@@ -42,51 +42,23 @@ def test_a_rollout_in_parts_has_the_same_samples(run, part_size):
 
 
 def test_no_more_than_the_given_number_is_sampled_at_once(run, monkeypatch):
+    """Neither in a rollout nor in an evaluation."""
     sizes = []
-    inner = trainer.sample
+    inner = trainer.decode
 
-    def sample(run, rows, prompts, uniforms, *more):
-        sizes.append((len(rows), len(prompts), len(uniforms)))
-        return inner(run, rows, prompts, uniforms, *more)
+    def decode(run, prompts, uniforms, is_greedy):
+        sizes.append((len(prompts), len(uniforms)))
+        return inner(run, prompts, uniforms, is_greedy)
 
-    monkeypatch.setattr(trainer, "sample", sample)
+    monkeypatch.setattr(trainer, "decode", decode)
     args = replace(run.args, per_device_rollout_batch_size=3)
-    uniforms = fixed_uniforms(8, 4)
-    trainer.sample_in_parts(replace(run, args=args), torch.arange(8), prompts_of(run, 8), uniforms)
-    assert sizes == [(3, 3, 3), (3, 3, 3), (2, 2, 2)]
-
-
-def test_join_batches_is_what_a_loop_does():
-    shapes = [(3, 6, 12), (1, 9, 2), (2, 4, 15)]  # rows, prompt and completion tokens
-    parts = []
-    for number, (rows, prompt, length) in enumerate(shapes):
-        part = random_batch(rows=rows, prompt=prompt, length=length, seed=number)
-        part.sampled_logp = torch.where(part.mask, -torch.rand(part.mask.shape), 0.0)
-        part.rows = part.rows + 10 * number
-        parts.append(part)
-    joined = trainer.join_batches(parts, pad_token_id=7)
-    assert joined.prompt_width == 9 and joined.ids.shape == (6, 9 + 15)
-    assert joined.rows.tolist() == [0, 1, 2, 10, 20, 21]
-    assert joined.attention.dtype == torch.bool and joined.ids.dtype == torch.long
-
-    row = 0
-    for part in parts:
-        for i in range(len(part.rows)):
-            real = part.attention[i]
-            prompt = part.ids[i, : part.prompt_width][real[: part.prompt_width]].tolist()
-            completion = part.ids[i, part.prompt_width :][part.mask[i]].tolist()
-            left = 9 - len(prompt)
-            right = 15 - len(completion)
-            middle = [True] * (len(prompt) + len(completion))
-            attention = [False] * left + middle + [False] * right
-            assert joined.attention[row].tolist() == attention
-            ids = joined.ids[row][joined.attention[row]].tolist()
-            assert ids == prompt + completion
-            for name in ("sampled_logp", "entropy"):
-                values = getattr(part, name)[i, : len(completion)].tolist()
-                assert getattr(joined, name)[row].tolist() == values + [0.0] * right, name
-            assert joined.truncated[row] == part.truncated[i]
-            row += 1
+    for is_greedy in (False, True):
+        sizes.clear()
+        part_run = replace(run, args=args)
+        trainer.sample(
+            part_run, torch.arange(8), prompts_of(run, 8), fixed_uniforms(8, 4), is_greedy
+        )
+        assert sizes == [(3, 3), (3, 3), (2, 2)]
 
 
 # ---- Streams of an evaluation --------------------------------------------------------------------
@@ -349,7 +321,7 @@ def test_a_step_that_cannot_be_captured_is_decoded_eagerly_and_said_once(run, mo
         assert torch.equal(batch.ids, eager.ids)
         assert torch.equal(batch.sampled_logp, eager.sampled_logp)
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and "decodes without a CUDA graph" in said[0]
+    assert len(said) == 1 and "goes on without a CUDA graph" in said[0]
     assert "not permitted when stream is capturing" in said[0]
     assert GraphThatFails.entered == 1 and not trainer.Decoder.can_capture
     assert streams == ["the default stream"]

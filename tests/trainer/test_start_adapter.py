@@ -126,7 +126,7 @@ def test_defaults_of_the_embedded_policies_apply_where_the_base_is_one(adapter, 
 
 
 @pytest.mark.parametrize(
-    "given", [["--lora_r", "4"], ["--lora_alpha=12"], ["--lora_target_modules", "q_proj"]]
+    "given", [["--lora_r", "4"], ["--lora-alpha=12"], ["--lora_target_modules", "q_proj"]]
 )
 @pytest.mark.parametrize("from_shell", [True, False])
 def test_a_lora_flag_beside_it_is_refused(adapter, capsys, monkeypatch, given, from_shell):
