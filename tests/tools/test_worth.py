@@ -77,6 +77,7 @@ def test_a_batch_gradient_is_the_one_that_training_would_make(adapter, tmp_path,
         assert torch.equal(worth.load(again)[name], found[name][places.sort().values])
 
 
+@pytest.mark.slow
 def test_the_null_is_the_sum_over_every_other_group(adapter, tmp_path):
     worth.measure(worth.Job(tmp_path / "a", 5, {"half": worth.HALF}, SMALL, str(adapter), 2**30))
     run, data = worth.prepare(SMALL, str(adapter))

@@ -69,10 +69,13 @@ def test_a_finished_run_goes_on_from_its_last_checkpoint(run_main, rows_of, tmp_
     assert code == 0 and trainer.checkpoints(tmp_path / "none") == []
 
 
+@pytest.mark.slow
 def test_a_longer_run_and_one_elsewhere_keep_the_evaluations(run_main, tmp_path):
-    """The end of the first run is no multiple of --eval_steps, and yet it stays evaluated."""
+    """The end of the first run is no multiple of --eval_steps, and yet it stays evaluated. Without
+    the log of the first run, nothing is known of before."""
     flags = SHORT | {"max_steps": 1, "eval_steps": 3}
     assert run_main(**flags)[0] == 0
+    shutil.copytree(tmp_path / "out/checkpoint-1", tmp_path / "alone/checkpoint-1")
     for folder, checkpoint in (("elsewhere", "out/checkpoint-1"), ("out", "latest")):
         more = {"max_steps": 2, "output_dir": folder, "resume_from_checkpoint": checkpoint}
         assert run_main(**flags | more)[0] == 0
@@ -82,6 +85,11 @@ def test_a_longer_run_and_one_elsewhere_keep_the_evaluations(run_main, tmp_path)
         summary = json.loads((tmp_path / folder / "summary.json").read_text())
         assert summary["before"] == json.loads(lines[0])["eval"]
 
+    more = {"output_dir": "new", "resume_from_checkpoint": "alone/checkpoint-1", "max_steps": 2}
+    code, out, _ = run_main(**flags | more)
+    assert code == 0 and "\N{EN DASH}" in out
+    assert json.loads((tmp_path / "new/summary.json").read_text())["before"] == {}
+
 
 def test_what_is_due_where_a_rollout_has_three_updates(make_run):
     run = make_run(steps_per_generation=3)
@@ -90,16 +98,6 @@ def test_what_is_due_where_a_rollout_has_three_updates(make_run):
         if run.is_due(10):
             due.append(run.step)
     assert due == [12, 21, 30] and not run.is_due(0)
-
-
-def test_without_its_log_nothing_is_known_of_before(run_main, tmp_path):
-    flags = SHORT | {"max_steps": 1, "eval_steps": 3}
-    assert run_main(**flags)[0] == 0
-    shutil.copytree(tmp_path / "out/checkpoint-1", tmp_path / "alone/checkpoint-1")
-    more = {"output_dir": "new", "resume_from_checkpoint": "alone/checkpoint-1", "max_steps": 2}
-    code, out, _ = run_main(**flags | more)
-    assert code == 0 and "\N{EN DASH}" in out
-    assert json.loads((tmp_path / "new/summary.json").read_text())["before"] == {}
 
 
 @pytest.mark.parametrize(
