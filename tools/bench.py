@@ -42,6 +42,7 @@ import gc
 import importlib
 import inspect
 import json
+import logging
 import math
 import os
 import random
@@ -59,6 +60,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the scripts
 
 import torch
 import transformers

@@ -15,6 +15,7 @@ Steps are eager ones with gradient checkpointing; `--torch_compile` is not count
 
 import argparse
 import contextlib
+import logging
 import math
 import sys
 import time
@@ -24,6 +25,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the scripts
 
 import bitsandbytes as bnb
 import torch

@@ -28,6 +28,7 @@ With --write NAME the table goes to results/data/precision/NAME.csv, too.
 import argparse
 import contextlib
 import functools
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the scripts
 
 import torch
 import torch.nn.functional as F

@@ -54,6 +54,7 @@ import csv
 import hashlib
 import importlib.util
 import inspect
+import logging
 import math
 import multiprocessing
 import os
@@ -70,6 +71,7 @@ from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the scripts
 
 import numpy as np
 import torch
