@@ -612,6 +612,7 @@ def micro_batches(args: Args, batch: Batch) -> list[list[Batch]]:
     if args.beta == 0:  # then a row whose advantage is 0 has no gradient
         batch = replace(batch, loss_mask=batch.loss_mask & (batch.advantages != 0)[:, None])
     has_gradient = batch.loss_mask.any(1)  # [B]
+    batch = replace(batch, advantages=batch.advantages * has_gradient)
 
     updates = []
     all_rows = torch.arange(len(has_gradient), device=has_gradient.device)
@@ -667,7 +668,20 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
             micro.scores = token_scores(run, micro, metrics) * micro.mask
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
+    for micro in micros:
+        check_credit(micro)
     metrics |= credit_metrics(run, micros)
+
+
+def check_credit(micro: Batch) -> None:
+    """Ends the run if the CREDIT region makes impossible weights of scores that are finite.
+
+    Scores that are not finite come from a policy that is not: `update` takes no step then.
+    """
+    has_weights = (micro.weights >= 0).all() and micro.credit.isfinite().all()  # NaN is not >= 0
+    if micro.scores.isfinite().all() and not has_weights:
+        lowest = f"{micro.scores.min().item():.3g}"
+        fail(f"assign_credit made weights below 0 or NaN, from scores of at least {lowest}")
 
 
 @contextlib.contextmanager
@@ -1485,7 +1499,8 @@ def trial_step(run: Run, train_set: ProblemSet) -> float:
     batch.loss_mask = batch.mask
     batch.advantages = batch.rows + 1.0
     score(run, batch, [batch], {})
-    check_credit(batch)
+    if not batch.scores.isfinite().all():
+        fail("token_scores returned a score that is not a finite number")
 
     logp = training_forward(run, batch)
     loss, _ = policy_loss(run.args, batch, logp, logp.detach(), batch.mask)
@@ -1494,15 +1509,6 @@ def trial_step(run: Run, train_set: ProblemSet) -> float:
     loss.backward()
     run.optimizer.zero_grad()
     return gap
-
-
-def check_credit(batch: Batch) -> None:
-    """Ends the run if the functions of the CREDIT region have returned impossible numbers."""
-    lowest = f"{batch.scores.min().item():.3g}"
-    if not batch.scores.isfinite().all():
-        fail(f"token_scores returned a score that is not a finite number (lowest: {lowest})")
-    if not (batch.weights >= 0).all() or not batch.credit.isfinite().all():  # NaN is not >= 0
-        fail(f"assign_credit made weights below 0 or NaN, from scores of at least {lowest}")
 
 
 # ---- Signals -------------------------------------------------------------------------------------
@@ -1678,7 +1684,8 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
     state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
     trained_names = [name for name, p in run.model.named_parameters() if p.requires_grad]
     if sorted(state["adapter"]) != sorted(trained_names) or state["base"] != base_fingerprint(run):
-        raise ValueError("it belongs to another model or start adapter, or to other layers")
+        others = "model, start adapter or --dtype"
+        raise ValueError(f"it belongs to another {others}, or to other layers")
     if state["task"] != run.task:
         advice = f"for those, train its adapter: --model_name_or_path {folder}, and another"
         reason = "its problems, prompts or --max_eval_samples were not those of these flags"

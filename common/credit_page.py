@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from common.data import whole_prompt
+from common.data import token_texts, whole_prompt
 from common.problems import token_roles
 from common.reward import ACCURACY
 from common.run_log import finite_or_nan, format_number
@@ -200,7 +200,7 @@ def describe_completion(run: Run, batch: Batch, row: int) -> dict[str, Any]:
     """Returns a completion as `write_credit_page` wants it."""
     completion = batch.ids[row, batch.prompt_width :]  # [T]
     ids = completion[batch.mask[row]].tolist()
-    texts = [run.tokenizer.decode([token_id]) for token_id in ids]
+    texts = token_texts(run.tokenizer, ids)
     problem = batch.problems[row]
     roles = token_roles(texts, problem) if problem.steps else [""] * len(ids)
     weights = batch.weights[row].tolist()

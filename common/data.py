@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import functools
 import json
 import math
@@ -40,6 +41,10 @@ KNOWN_CONFIGS = {"openai/gsm8k": "main"}
 ONLY_SPLITS = {"HuggingFaceH4/MATH-500": "test"}  # sets that have no other
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv")
 MAX_PROMPT_CHARS = 1_000_000  # to tokenize a prompt of 50 MB takes minutes
+# The date that a chat template writes, if it writes one. It is fixed, so that a run has the same
+# prompts when it is resumed on another day. Llama's template falls back to the same one.
+TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
+DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # strftime_now("%d %b %Y")
 
 LARGEST_REWARD = 1e18  # float32 holds its square, so that no advantage is NaN
 
@@ -185,6 +190,7 @@ def parse_rows(
 
     problems = []
     sentences = []  # gold answers that are one, with their rows
+    without_steps = []  # the numbers of the rows whose steps cannot be read
     for number, row in enumerate(rows, 1):
         prompt = row[prompt_key] or ""
         gold = row[answer_key]
@@ -199,6 +205,8 @@ def parse_rows(
             problems.append(make_problem(prompt, answer, row, prompt_key))
             if SENTENCE.search(answer):
                 sentences.append(f"row {number} of {name} has the answer {answer[:80]!r}")
+            if row.get("steps") and not problems[-1].steps:
+                without_steps.append(number)
 
     why = f"no prompt in {prompt_key} or no final answer in {answer_key}"
     left_out = f"{len(rows) - len(problems)} of {len(rows)} rows of {name} are left out: {why}"
@@ -209,6 +217,9 @@ def parse_rows(
             print(printable(left_out), file=sys.stderr)
         if sentences:
             print(printable(about_sentences(sentences)), file=sys.stderr)
+        if without_steps:
+            where = f"in {len(without_steps)} rows of {name}, such as row {without_steps[0]}"
+            print(printable(f"{where}, steps is no list of integers: not judged"), file=sys.stderr)
     return problems
 
 
@@ -310,10 +321,26 @@ def make_problem(prompt: str | list, answer: str, row: dict, prompt_key: str) ->
     Such a solution states its first result in the first sentence.
     """
     columns = {key: value for key, value in row.items() if key != prompt_key}
-    steps = row.get("steps")
-    if isinstance(steps, list) and steps and all(type(step) is int for step in steps):  # no bools
-        return Problem(prompt, answer, tuple(steps), columns, opening=0)
+    steps = integers(row.get("steps"))
+    if steps:
+        return Problem(prompt, answer, steps, columns, opening=0)
     return Problem(prompt, answer, columns=columns)
+
+
+def integers(cell: Any) -> tuple[int, ...]:
+    """Returns the integers in a list such as [12, 8], ["12", "8"] or [12.0, 8.0], or in its text.
+
+    Returns none of them if the cell holds anything else.
+    """
+    if isinstance(cell, str):  # as in a .csv file
+        try:
+            cell = json.loads(cell)
+        except (ValueError, RecursionError):
+            return ()
+    numbers = [as_written(entry) for entry in cell] if isinstance(cell, list) else []
+    if not all(re.fullmatch(r"-?[0-9]{1,30}(?:\.0*)?", number) for number in numbers):
+        return ()
+    return tuple(int(number.partition(".")[0]) for number in numbers)
 
 
 # ---- Training problems and held-out ones ---------------------------------------------------------
@@ -493,11 +520,18 @@ def encode_prompt(
     kwargs["add_generation_prompt"] = True
     kwargs["tokenize"] = False
     try:
+        template = tokenizer.get_chat_template()
+        kwargs["chat_template"] = DATE_CALL.sub(date_as_text, template)
         text = tokenizer.apply_chat_template(messages, **kwargs)
     except Exception as error:  # a template is a program: it raises what it likes
         advice = "check --system_prompt and --chat_template_kwargs"
         raise DataError(f"the chat template fails, {advice}: {error}") from error
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def date_as_text(call: re.Match[str]) -> str:
+    """Returns the fixed date as a chat template writes a text, in the format of a call."""
+    return repr(TEMPLATE_DATE.strftime(call[2]))
 
 
 def check_lengths(args: Args, prompts: list[list[int]], context: int) -> None:
@@ -522,6 +556,26 @@ def completions_of(run: Run, batch: Batch) -> tuple[list[list[int]], list[str]]:
     mask = batch.mask.cpu()
     ids = [row[kept].tolist() for row, kept in zip(completions, mask, strict=True)]
     return ids, run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """Returns what each token adds to the text.
+
+    A token is decoded after the one before it, because some decoders drop a space at the beginning.
+    One that ends within a character adds nothing, and the one that completes it adds the character.
+    """
+    texts = []
+    begin = 0  # of the tokens that are decoded together
+    shown = 0  # how many tokens have added their text
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[begin:end])
+        if text.endswith("\ufffd") and end - shown < 4:  # a character has four bytes at most
+            texts.append("")
+            continue
+        texts.append(text[len(tokenizer.decode(ids[begin:shown])) :])
+        begin = shown
+        shown = end
+    return texts
 
 
 def correctness(grader: Grader, texts: Sequence[str], problems: Sequence[Problem]) -> list[float]:

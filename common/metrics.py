@@ -53,7 +53,7 @@ def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
     width = weights.shape[1]
     from_the_end = torch.arange(width, device=weights.device) - width  # [T], -1 for the last
     factors = 2 * from_the_end + lengths[:, None] + 1  # [B, T], as k = n + 1 + from_the_end
-    gini = (factors * shares).sum(1) / lengths
+    gini = (factors * shares).sum(1).clamp(min=0) / lengths  # rounding may leave -1e-18
     effn = 1.0 / (lengths * shares.square().sum(1))
 
     is_defined = (lengths > 1) & (totals > 0) & totals.isfinite()

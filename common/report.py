@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from common.credit_page import write_credit_page
 from common.curves import write_curves
-from common.data import Problem, whole_prompt
+from common.data import TEMPLATE_DATE, Problem, whole_prompt
 from common.printable import printable
 from common.run_log import RunLog, best_step, finite_or_nan, format_number, plain
 
@@ -46,8 +46,9 @@ def report_run(run: Run, log: RunLog, example: Problem) -> str:
     path = folder / "adapter/README.md"
     with going_on(path, failed):
         messages = whole_prompt(example.prompt, config["system_prompt"])
-        has_template = bool(run.tokenizer.chat_template)
-        write_model_card(path, config, summary, messages, has_template)
+        template = run.tokenizer.chat_template
+        ends = {"eos_token_id": run.eos_ids.tolist(), "pad_token_id": run.tokenizer.pad_token_id}
+        write_model_card(path, config, summary, messages, template, ends)
     path = folder / "curves.png"
     with going_on(path, failed):
         write_curves(str(path), log.rows, config["run_name"])
@@ -150,11 +151,13 @@ def write_model_card(
     config: dict[str, Any],
     summary: dict[str, Any],
     messages: list[dict[str, str]],
-    has_template: bool,
+    template: str | None,
+    ends: dict[str, Any],
 ) -> None:
     """Writes the README.md of a PEFT adapter, over the one that save_pretrained writes.
 
-    Its code answers the messages, by the tokenizer's chat template if that has one.
+    Its code answers the messages, by the tokenizer's chat template if that has one. As in the run,
+    an answer ends at the tokens in `ends`, and nothing of the base's generation config is used.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -180,7 +183,9 @@ def write_model_card(
         config=config,
         folder=str(path.parent),
         messages=messages,
-        has_template=has_template,
+        has_template=bool(template),
+        date=TEMPLATE_DATE if template and "strftime_now" in str(template) else None,
+        ends=ends,
         template_kwargs=json.loads(config["chat_template_kwargs"]),
     )
     path.write_text(f"{card}\n", encoding="utf-8", errors="replace", newline="\n")

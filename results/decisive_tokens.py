@@ -43,7 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from precision import spearman
 
 from common.credit_page import credit_group, write_credit_page
-from common.data import encode_prompt, grade_batch
+from common.data import encode_prompt, grade_batch, token_texts
 from common.metrics import weight_stats
 from common.problems import Problem, chain_problems, token_roles
 
@@ -173,7 +173,7 @@ def figures(run: Any, batch: Any) -> dict[str, float]:
     for row, problem in enumerate(batch.problems):
         mask = batch.mask[row]
         ids = batch.ids[row, batch.prompt_width :][mask].tolist()
-        roles = token_roles([run.tokenizer.decode([token]) for token in ids], problem)
+        roles = token_roles(token_texts(run.tokenizer, ids), problem)
         weights = batch.weights[row][mask]
         for name in ("decisive", "first_wrong"):
             # The first wrong token is one of the decisive ones.

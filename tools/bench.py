@@ -762,6 +762,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         parser.error(f"no script {name}: there are {', '.join(known_scripts)}")
     if options.against and bench_folder(options.against) is None:
         parser.error(f"--against {options.against}: there is no tools/bench.py in it")
+    if options.repeats < 1 or options.warmup < 0:
+        parser.error("--repeats must be at least 1, and --warmup at least 0")
     if not 0 <= options.idle <= 1:
         parser.error("--idle is a share of the groups, from 0 to 1")
     if options.trl_continuous and options.lengths != "equal":

@@ -59,7 +59,7 @@ SAME_ANYWAY = {
 class Run(NamedTuple):
     """What a run came to."""
 
-    rewards: list[float]  # of every step
+    rewards: list[float | None]  # of every step; None where no reward function applied
     accuracy: float  # held out, sampled, after the last step
 
 
@@ -84,7 +84,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], Run]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+    rewards = [row["reward"] for row in rows if "reward" in row]
     accuracies = {row["step"]: row["eval"]["sampled_accuracy"] for row in rows if row.get("eval")}
     if config["max_steps"] not in accuracies:
         raise ValueError(f"it has not come to the end of step {config['max_steps']}")
@@ -173,10 +173,17 @@ def measured() -> dict[str, list[Run]]:
 
 
 # ---- Drawing -------------------------------------------------------------------------------------
-def smooth(rewards: list[float]) -> np.ndarray:
-    """Returns means over windows of about a tenth of the steps, an odd number of them."""
-    window = len(rewards) // 20 * 2 + 1
-    return np.convolve(rewards, np.ones(window) / window, "valid")
+def smooth(rewards: list[float | None]) -> np.ndarray:
+    """Returns means over windows of about a tenth of the steps, an odd number of them.
+
+    A mean is NaN if its window has no reward.
+    """
+    window = np.ones(len(rewards) // 20 * 2 + 1)
+    values = np.array(rewards, dtype=float)  # None is NaN
+    is_known = np.isfinite(values)
+    sums = np.convolve(np.where(is_known, values, 0.0), window, "valid")
+    counts = np.convolve(is_known, window, "valid")
+    return sums / np.where(counts > 0, counts, np.nan)
 
 
 def draw_rewards(axes: Any, runs: list[Run], name: str, color: str, dashes: str) -> None:

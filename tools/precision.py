@@ -292,6 +292,13 @@ def credit_rows(
                 for a, b, scored in zip(exact, made, is_scored, strict=True)
                 if scored.sum() > 3 and len(a[scored].unique()) > 1
             ]
+            if not correlations:
+                print(
+                    "precision.py: error: no completion has an answer, so none has scores that"
+                    " differ: raise --max_completion_length or --updates",
+                    file=sys.stderr,
+                )
+                sys.exit(2)
             mean = sum(correlations) / len(correlations)
             row: dict[str, Any] = {"what": f"{credit} in {precision}", "rank": mean}
             rows.append(row | {"worst": min(correlations), "seconds": seconds[precision]})

@@ -108,6 +108,21 @@ def test_impossible_credit_is_a_sentence(run_main, step_on_trial, monkeypatch, s
     assert code == 2 and sentence in error_line(err)
 
 
+def test_credit_that_becomes_impossible_in_training_is_a_sentence(
+    run_main, step_on_trial, monkeypatch
+):
+    """A new adapter is the base, so these scores are 0 before the first update."""
+
+    def log_ratio(run, micro, _):
+        logp, _ = run.policy(micro)
+        with run.model.disable_adapter():
+            return logp - run.policy(micro)[0]
+
+    monkeypatch.setattr(trainer, "token_scores", log_ratio)
+    code, _, err = run_main(credit="surprisal", max_steps=9, max_completion_length=80)
+    assert code == 2 and "assign_credit made weights below 0 or NaN" in error_line(err)
+
+
 def test_tokens_of_nan_logits_are_of_the_vocabulary():
     token, *_ = trainer.sample_tokens(torch.full((2, 5), torch.nan), torch.tensor([0.0, 0.99]))
     assert ((token >= 0) & (token < 5)).all()

@@ -16,7 +16,8 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, TINY
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers.models import WordLevel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -505,11 +506,25 @@ def test_steps_may_be_written_with_commas_and_the_box_as_the_grader_has_it():
     assert verdicts == [1.0] * len(right) + [0.0] * len(wrong)
 
 
-@pytest.mark.parametrize("steps", [None, 2, "12, 8", ["12", "8"], [12.0], [{"a": 1}], []])
-def test_what_else_a_column_of_that_name_holds_is_no_steps(steps):
+@pytest.mark.parametrize("steps", [[12, 8], ["12", "8"], [12.0, 8.0], "[12, 8]", '["12", "8"]'])
+def test_steps_are_read_as_every_kind_of_file_holds_them(steps, capsys):
+    row = {"problem": "7 + 5 - 4", "answer": "8", "steps": steps}
+    (problem,) = data.parse_rows([row], "x", None, None)
+    assert problem.steps == (12, 8) and problem.columns["steps"] == steps
+    assert capsys.readouterr().err == ""
+
+
+NO_STEPS = [None, [], 2, "12, 8", "a", [12.5], [True], [{"a": 1}], "9" * 5000, "[" * 100_000]
+
+
+@pytest.mark.parametrize("steps", NO_STEPS, ids=range(len(NO_STEPS)))
+def test_what_else_a_column_of_that_name_holds_is_no_steps(steps, capsys):
+    """Which is said, because without steps the final answer alone is judged."""
     row = {"problem": "7 + 5 - 4", "answer": "8", "steps": steps}
     (problem,) = data.parse_rows([row], "x", None, None)
     assert problem.steps == () and problem.columns["steps"] == steps
+    said = "in 1 rows of x, such as row 1, steps is no list of integers: not judged\n"
+    assert capsys.readouterr().err == (said if steps else "")
 
 
 @pytest.mark.parametrize(
@@ -1130,6 +1145,15 @@ def test_golden_prompts_of_the_tiny_policy(tokenizer):
     assert prompt_text(tokenizer, "Start with 23, add 19.", "Be brief.") == system + golden
 
 
+@pytest.mark.parametrize("call", ['strftime_now("%d %b %Y")', "strftime_now( '%Y-%m-%d' )"])
+def test_the_date_in_a_prompt_is_fixed(tokenizer, monkeypatch, call):
+    """A run could not be resumed on another day."""
+    dated = "{% if strftime_now is defined %}{{ " + call + " }}{% endif %}{{ messages[0].content }}"
+    monkeypatch.setattr(tokenizer, "chat_template", dated)
+    date = "26 Jul 2024" if "b" in call else "2024-07-26"
+    assert prompt_text(tokenizer, "Start.") == prompt_text(tokenizer, f"{date}Start.")[len(date) :]
+
+
 # As in Qwen3's: the flag *adds* an empty think block, so leaving it out is not the same as True.
 THINKING = make.CHAT_TEMPLATE.replace(
     "<|im_start|>assistant\n",
@@ -1302,3 +1326,26 @@ def test_prompts_that_do_not_fit(tmp_path, room, says):
     assert left is None if longest >= room else int(left[1]) == room - longest
     if left:
         data.load_data(flags(**given | {"max_completion_length": left[1]}))
+
+
+# ------------------------------------------------------------------------------------- tokens
+def test_what_each_token_adds_to_the_text(tokenizer):
+    text = "We begin at 23. \N{GREEK SMALL LETTER PI} \N{SNOWMAN} \\boxed{79}."
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    texts = data.token_texts(tokenizer, ids)
+    assert "".join(texts) == text and len(texts) == len(ids) and "\ufffd" not in "".join(texts)
+    assert data.token_texts(tokenizer, []) == []
+
+
+def test_a_decoder_that_drops_the_first_space_keeps_those_within():
+    """As Llama 2's does."""
+    words = ["\u2581We", "\u2581begin", "\u2581at", "\u2581", "2", "3", "."]
+    model = WordLevel({word: i for i, word in enumerate(words)}, unk_token=".")
+    inner = Tokenizer(model)
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    assert tokenizer.decode([1]) == "begin"
+    texts = data.token_texts(tokenizer, [0, 1, 2, 3, 4, 5, 6])
+    assert texts == ["We", " begin", " at", " ", "2", "3", "."]

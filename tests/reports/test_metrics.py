@@ -438,7 +438,7 @@ def group_of(
     system_prompt: str | None = None,
 ) -> dict:
     def decode(ids: list[int]) -> str:
-        return f"<{ids[0]}>"
+        return "".join(f"<{i}>" for i in ids)
 
     tokenizer = SimpleNamespace(decode=decode)
     args = SimpleNamespace(num_generations=size, system_prompt=system_prompt)
@@ -1049,10 +1049,11 @@ SUMMARY["best"] = {"step": 3, "sampled_accuracy": 0.35, "weights": "out/checkpoi
 
 
 def card_of(
-    tmp_path: Path, messages: list, has_template: bool = True, **flags: object
+    tmp_path: Path, messages: list, template: str | None = "{{ messages }}", **flags: object
 ) -> ModelCard:
     config = BASE | flags
-    write_model_card(tmp_path / "README.md", config, SUMMARY, messages, has_template)
+    ends = {"eos_token_id": [1, 2], "pad_token_id": 0}
+    write_model_card(tmp_path / "README.md", config, SUMMARY, messages, template, ends)
     return ModelCard.load(tmp_path / "README.md")
 
 
@@ -1079,7 +1080,7 @@ def test_model_card_of_hostile_names_has_valid_front_matter_and_whole_blocks(
     messages = [{"role": base, "content": base}]
     hostile = {"model_name_or_path": base, "note": "```\n# no", "dir": Path("a")}
     hostile["chat_template_kwargs"] = json.dumps({base: base})
-    card = card_of(tmp_path, messages, has_template, **hostile)
+    card = card_of(tmp_path, messages, "x" if has_template else None, **hostile)
     seen = card.data.base_model.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert seen == base.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert card.text.count("\n```") == 8 and "\n# no" not in card.text
@@ -1123,8 +1124,11 @@ def test_the_cards_code_loads_what_was_trained(tmp_path, make_run, in_4_bits):
 def test_the_cards_code_answers_as_the_runs_last_evaluation(
     run_main, tmp_path, capfd, monkeypatch, has_template
 ):
+    """The base has settings that the run does not use."""
     model = tmp_path / "model"
     shutil.copytree(ROOT / "common/tiny_policy", model)
+    settings = {"eos_token_id": 0, "repetition_penalty": 1.5}
+    (model / "generation_config.json").write_text(json.dumps(settings))
     if not has_template:
         (model / "chat_template.jinja").unlink()
     monkeypatch.setattr(grpo_arca, "load_data", load_data)  # this model's prompts
@@ -1194,7 +1198,9 @@ def report_in(folder: Path, groups: list[dict] = [GROUP]) -> str:  # noqa: B006
 def ended_run(folder: Path, groups: list[dict]) -> SimpleNamespace:
     """What report_run reads of a run."""
     args = SimpleNamespace(**BASE, output_dir=str(folder), run_name="t")
-    return SimpleNamespace(args=args, groups=groups, tokenizer=SimpleNamespace(chat_template="x"))
+    tokenizer = SimpleNamespace(chat_template="x", pad_token_id=0)
+    ends = torch.tensor([1])
+    return SimpleNamespace(args=args, groups=groups, tokenizer=tokenizer, eos_ids=ends)
 
 
 def is_whole(path: Path) -> bool:

@@ -47,6 +47,15 @@ def draw(folder: Path, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
+def test_a_step_without_a_reward_keeps_its_place() -> None:
+    """No reward function applied there, so metrics.jsonl has null."""
+    rewards = [None if step % 4 == 0 else float(step) for step in range(41)]
+    assert compare.smooth(rewards[:19])[1:4].tolist() == [1, 2, 3]
+    assert compare.smooth([None, None, 1.0])[:2].tolist() != [1.0, 1.0]
+    found = compare.smooth(rewards)
+    assert len(found) == 37 and found[0] == (1 + 2 + 3) / 3 and found[1] == (1 + 2 + 3 + 5) / 4
+
+
 # ---- Groups --------------------------------------------------------------------------------------
 def test_runs_that_differ_only_in_the_seed_are_one_group(tmp_path) -> None:
     runs = []

@@ -39,6 +39,17 @@ def test_a_linear_layer_in_tf32_and_its_gradient_are_those_of_rounded_numbers() 
     assert not torch.allclose(y, F.linear(x, weight, bias), atol=1e-5)  # exact again outside
 
 
+def test_completions_without_answers_are_a_sentence(capsys) -> None:
+    AcceleratorState._reset_state()
+    flags = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1"]
+    flags += ["--num_generations", "4", "--max_completion_length", "4"]
+    run, micros = precision.train(flags, updates=0)
+    with pytest.raises(SystemExit) as stop:
+        precision.credit_rows(run, micros[0], flags)
+    assert stop.value.code == 2 and "raise --max_completion_length" in capsys.readouterr().err
+    AcceleratorState._reset_state()
+
+
 @pytest.mark.slow
 def test_scores_in_tf32_and_bf16_differ_from_those_in_fp32(monkeypatch) -> None:
     AcceleratorState._reset_state()  # it would refuse another --dtype than the one before

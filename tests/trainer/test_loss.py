@@ -193,6 +193,8 @@ def test_truncated_completions_follow_the_flag(make_run):
         batch.credit, logp = batch.mask.float(), batch.sampled_logp
         loss, gradient, _ = loss_and_gradient(run.args, batch, logp, logp, 8, 0.0)
         assert loss == 0 and (gradient == 0).all()
+    ((micro,),) = trainer.micro_batches(run.args, batch)
+    assert len(micro.rows) == 1 and micro.advantages.tolist() == [0.0]  # shown as untrained
 
 
 def test_the_stop_token_is_trained(make_run):
