@@ -156,7 +156,7 @@ class Grader:
     ) -> list[float]:
         """Returns 1.0 (equal) or 0.0 for each completion against its gold answer, in order.
 
-        The problems are texts or lists of chat messages. Without them no noun is a unit.
+        The problems are texts or lists of chat messages. Without them, 12 apples is not 12.
         """
         if problems is None:
             problems = [""] * len(completions)
@@ -285,7 +285,7 @@ class Grader:
 
 
 # ---- The verdict, for use in reward functions ----------------------------------------------------
-SHARED_GRADER_LOCK = threading.Lock()  # a Grader is not thread-safe, and reward functions may be
+SHARED_GRADER_LOCK = threading.Lock()  # a Grader has one user at a time; others wait
 
 
 @functools.cache

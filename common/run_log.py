@@ -122,9 +122,11 @@ def keep_rows_before(path: Path, checkpoint: int) -> list[dict[str, Any]]:
 
 
 def rows_before(path: Path, checkpoint: int) -> list[dict[str, Any]]:
-    """Returns the rows of a .jsonl file from before a checkpoint, which is evaluated after it.
+    """Returns the rows of a .jsonl file that a run keeps when it goes on from a checkpoint.
 
-    Lines that are no rows, because they are torn or somebody else's, are left out.
+    At the checkpoint's own step the update came before it and the evaluation after it. So that
+    evaluation is left out, and made again. Lines that are no rows are left out, too: they are torn,
+    or somebody else's.
     """
     rows: list[dict[str, Any]] = []
     if not path.exists():
