@@ -34,7 +34,7 @@ gradient of token k has the weight sum_{t>=k} W[t,k].
 How to read this file: begin with the flags and with the method, which stands between the CREDIT
 marks. Then comes the training loop, `train`, and its steps: `collect`, `score` and `update`. The
 rest is machinery: sampling, the policy, set-up, checkpoints and the command line. Everything
-outside the CREDIT marks is the same in every grpo_*.py script.
+outside the CREDIT marks is the same in every grpo_*.py script, but for this text.
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
@@ -261,7 +261,9 @@ class Args:
     eval_steps: int = flag(25, "updates between evaluations; 0: first and last", at_least=0)
     max_eval_samples: int = flag(200, "held-out problems", at_least=1)
     num_generations_eval: int = flag(4, "samples per held-out problem", at_least=1)
-    per_device_eval_batch_size: int = flag(32, "completions sampled at once", at_least=1)
+    per_device_eval_batch_size: int = flag(
+        32, "completions sampled at once, unless those of a rollout are fewer", at_least=1
+    )
     output_dir: str = flag("", "default: runs/<script>-<credit>-<seed>")
     save_steps: int = flag(50, "updates between checkpoints; 0 is off", at_least=0)
     save_total_limit: int | None = flag(
@@ -510,7 +512,8 @@ def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, ba
             save_checkpoint(run, best_step(log.rows))
         if has_diverged:
             skipped = f"{MAX_SKIPPED_UPDATES} updates in a row"
-            fail(f"loss or gradient was not finite in {skipped}: lower --learning_rate")
+            advice = "lower --learning_rate, or look for NaN in rewards and scores"
+            fail(f"loss or gradient was not finite in {skipped}: {advice}")
         if is_interrupted:
             return False
 
@@ -676,10 +679,12 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
 def check_credit(micro: Batch) -> None:
     """Ends the run if the CREDIT region makes impossible weights of scores that are finite.
 
-    Scores that are not finite come from a policy that is not: `update` takes no step then.
+    Scores that are not finite are left to `update`, which takes no step then: the policy may have
+    diverged.
     """
+    are_finite = micro.scores[micro.mask].isfinite().all()
     has_weights = (micro.weights >= 0).all() and micro.credit.isfinite().all()  # NaN is not >= 0
-    if micro.scores.isfinite().all() and not has_weights:
+    if are_finite and not has_weights:
         lowest = f"{micro.scores.min().item():.3g}"
         fail(f"assign_credit made weights below 0 or NaN, from scores of at least {lowest}")
 
@@ -821,7 +826,7 @@ def evaluate(
             streams = [random_stream(args.seed, "eval", 0, n, draw) for n, draw in batch_jobs]
             length = args.max_completion_length
             uniforms = torch.stack([torch.rand(length, generator=stream) for stream in streams])
-            rows = torch.arange(len(batch_jobs))
+            rows = torch.arange(len(batch_jobs))  # nothing depends on them here
             batch = sample(run, rows, batch_prompts, uniforms, is_greedy=kind == "greedy")
             batch.problems = [problems[n] for n, _ in batch_jobs]
             grades = grade_batch(run, batch)
@@ -1753,7 +1758,8 @@ def say(message: object, from_any_process: bool = False, limit: int = MAX_MESSAG
 def fail(message: object, limit: int = MAX_MESSAGE_LENGTH) -> NoReturn:
     """Ends the run with a sentence about the user's mistake: no stack trace, exit code 2."""
     words = str(message).split()  # another library's message may span lines
-    # Before processes meet, each has the same error. After that it may be one process's own.
+    # Before processes meet, each has the same error. After that it may be one process's own, so all
+    # of them speak.
     say("error: " + " ".join(words), torch.distributed.is_initialized(), limit)
     sys.exit(2)
 
@@ -1835,7 +1841,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     # Parse once to learn the model, and again if the defaults depend on it.
     args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        refuse(unknown)
+        refuse_arguments(unknown)
     start_adapter, adapter_flags = find_adapter(args.model_name_or_path, args.model_revision)
     name = adapter_flags.get("model_name_or_path", args.model_name_or_path)
     if Path(name).resolve().parent == Path(TINY_POLICY).resolve().parent:
@@ -1869,7 +1875,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     return args
 
 
-def refuse(unknown: list[str]) -> None:
+def refuse_arguments(unknown: list[str]) -> None:
     """Ends the run because of arguments that no flag takes, with advice about flags of TRL.
 
     It names every flag, once. Each argument is cut, so that a long one does not hide the others.
@@ -1877,8 +1883,8 @@ def refuse(unknown: list[str]) -> None:
     advice = {}
     for argument in unknown:
         if argument.startswith("--"):
-            name = argument[2:MAX_ARGUMENT_LENGTH].partition("=")[0]
-            advice[name] = TRL_FLAGS.get(name.replace("-", "_"), "see --help")
+            name = argument[2:MAX_ARGUMENT_LENGTH].partition("=")[0].replace("-", "_")
+            advice[name] = TRL_FLAGS.get(name, "see --help")
     if not advice:
         fail(f"unknown argument {unknown[0][:MAX_ARGUMENT_LENGTH]}: a flag begins with --")
     described = [f"--{name} ({what_to_do})" for name, what_to_do in advice.items()]

@@ -122,10 +122,10 @@ TEXT_AROUND_ALL = r"^\\(?:text|mbox|math|boldsymbol)[a-z]* ?\{([^{}]*[0-9][^{}]*
 LETTER_IN_FONT = re.compile(
     r"\\(?:math[a-z]+|boldsymbol|bm)(?: ?\{ ?([A-Za-z]) ?\}| ([A-Za-z])(?![A-Za-z]))"
 )
-# An imaginary part that math-verify does not take for the one of 2i: 2 i, \sqrt{3}\,i, 2\cdot i.
-SPACE_BEFORE_I = re.compile(rf"(?<=[0-9}}])(?:{GAP}|\\cdot(?![a-zA-Z]))+i(?![a-zA-Z])")
+# An imaginary part that math-verify does not take for the one of 2i: 2 i, 2\,i, 2\cdot i.
+SPACE_BEFORE_I = re.compile(rf"(?<=[0-9])(?:{GAP}|\\cdot(?![a-zA-Z]))+i(?![a-zA-Z])")
 # The name of one of several solutions: the x_1 of x_1=3, x_2=-5.
-NUMBERED_NAME = re.compile(r"\b([a-z])_(?:[0-9]|\{[0-9]\})(?= ?=)")
+NUMBERED_NAME = re.compile(r"\b([a-z])_(?:[0-9]|\{[0-9]\})")
 # A function in a font of its own: \mathrm{cos}, \operatorname{ln}.
 FUNCTION_IN_FONT = (
     r"\\(?:mathrm|text|operatorname) ?\{ ?((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp) ?\}"
@@ -288,7 +288,9 @@ def pairs_to_compare(box: str, gold: str, problem: str) -> list[Pair]:
         return [(box_date, gold_date)]
     formulas = formulas_of(problem)
     if "=" not in gold:
-        box = NUMBERED_NAME.sub(r"\1", without_asked_side(box, formulas))
+        box = without_asked_side(box, formulas)
+        if "," in box and not NUMBERED_NAME.search(problem):  # the problem's x_1 is not its x_2
+            box = NUMBERED_NAME.sub(r"\1", box)
     pairs = [(box, gold)]
     if has_words:
         values = values_to_compare(box, gold, problem)

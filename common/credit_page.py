@@ -209,7 +209,7 @@ def describe_completion(run: Run, batch: Batch, row: int) -> dict[str, Any]:
     tokens = []
     for i in range(len(ids)):
         token = {
-            "text": texts[i],
+            "text": texts[i] or "\N{MIDDLE DOT}",  # where a token ends within a character
             "role": roles[i],
             "weight": weights[i],
             "entropy": entropies[i],

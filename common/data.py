@@ -44,7 +44,8 @@ MAX_PROMPT_CHARS = 1_000_000  # to tokenize a prompt of 50 MB takes minutes
 # The date that a chat template writes, if it writes one. It is fixed, so that a run has the same
 # prompts when it is resumed on another day. Llama's template falls back to the same one.
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
-DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # strftime_now("%d %b %Y")
+# A call with its format: strftime_now("%d %b %Y"). One with a variable writes today's date.
+DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 LARGEST_REWARD = 1e18  # float32 holds its square, so that no advantage is NaN
 
@@ -205,7 +206,7 @@ def parse_rows(
             problems.append(make_problem(prompt, answer, row, prompt_key))
             if SENTENCE.search(answer):
                 sentences.append(f"row {number} of {name} has the answer {answer[:80]!r}")
-            if row.get("steps") and not problems[-1].steps:
+            if row.get("steps") not in (None, "", [], "[]") and not problems[-1].steps:
                 without_steps.append(number)
 
     why = f"no prompt in {prompt_key} or no final answer in {answer_key}"
@@ -218,8 +219,9 @@ def parse_rows(
         if sentences:
             print(printable(about_sentences(sentences)), file=sys.stderr)
         if without_steps:
-            where = f"in {len(without_steps)} rows of {name}, such as row {without_steps[0]}"
-            print(printable(f"{where}, steps is no list of integers: not judged"), file=sys.stderr)
+            where = f"{len(without_steps)} of {len(rows)} rows of {name}, first in row"
+            said = f"steps is no list of integers in {where} {without_steps[0]}: not judged there"
+            print(printable(said), file=sys.stderr)
     return problems
 
 
@@ -520,7 +522,7 @@ def encode_prompt(
     kwargs["add_generation_prompt"] = True
     kwargs["tokenize"] = False
     try:
-        template = tokenizer.get_chat_template()
+        template = tokenizer.get_chat_template(kwargs.get("chat_template"), kwargs.get("tools"))
         kwargs["chat_template"] = DATE_CALL.sub(date_as_text, template)
         text = tokenizer.apply_chat_template(messages, **kwargs)
     except Exception as error:  # a template is a program: it raises what it likes
@@ -575,6 +577,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
         texts.append(text[len(tokenizer.decode(ids[begin:shown])) :])
         begin = shown
         shown = end
+    if shown < len(ids):  # the last one ends within a character
+        texts[-1] = tokenizer.decode(ids[begin:])[len(tokenizer.decode(ids[begin:shown])) :]
     return texts
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from common.credit_page import write_credit_page
 from common.curves import write_curves
-from common.data import TEMPLATE_DATE, Problem, whole_prompt
+from common.data import DATE_CALL, TEMPLATE_DATE, Problem, whole_prompt
 from common.printable import printable
 from common.run_log import RunLog, best_step, finite_or_nan, format_number, plain
 
@@ -184,7 +184,7 @@ def write_model_card(
         folder=str(path.parent),
         messages=messages,
         has_template=bool(template),
-        date=TEMPLATE_DATE if template and "strftime_now" in str(template) else None,
+        date=TEMPLATE_DATE if DATE_CALL.search(str(template)) else None,
         ends=ends,
         template_kwargs=json.loads(config["chat_template_kwargs"]),
     )

@@ -293,11 +293,10 @@ def credit_rows(
                 if scored.sum() > 3 and len(a[scored].unique()) > 1
             ]
             if not correlations:
-                print(
-                    "precision.py: error: no completion has an answer, so none has scores that"
-                    " differ: raise --max_completion_length or --updates",
-                    file=sys.stderr,
-                )
+                advice = "raise --updates, as a new adapter has moved nothing, or"
+                advice += " --max_completion_length, as OAR scores finished answers"
+                error = f"no completion has {credit} scores that differ: {advice}"
+                print(f"precision.py: error: {error}", file=sys.stderr)
                 sys.exit(2)
             mean = sum(correlations) / len(correlations)
             row: dict[str, Any] = {"what": f"{credit} in {precision}", "rank": mean}

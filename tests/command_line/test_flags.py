@@ -56,7 +56,7 @@ FLAGS = [  # (command line, what the sentence must say)
     ("--bf16 True", ["unknown flags: --bf16 (use --dtype bfloat16)"]),
     ("--use_peft", ["unknown flags: --use_peft (it is always on)"]),
     ("--use_vllm True", ["unknown flags: --use_vllm (rollouts use the trained weights"]),
-    ("--num-train-epochs=3", ["unknown flags: --num-train-epochs (use --max_steps)"]),
+    ("--num-train-epochs=3", ["unknown flags: --num_train_epochs (use --max_steps)"]),
     ("--push_to_hub", ["unknown flags: --push_to_hub (upload the folder adapter/"]),
 ]
 

@@ -514,7 +514,7 @@ def test_steps_are_read_as_every_kind_of_file_holds_them(steps, capsys):
     assert capsys.readouterr().err == ""
 
 
-NO_STEPS = [None, [], 2, "12, 8", "a", [12.5], [True], [{"a": 1}], "9" * 5000, "[" * 100_000]
+NO_STEPS = [None, [], "[]", 2, "12, 8", "a", [12.5], [True], [{"a": 1}], "9" * 5000, "[" * 100_000]
 
 
 @pytest.mark.parametrize("steps", NO_STEPS, ids=range(len(NO_STEPS)))
@@ -523,8 +523,8 @@ def test_what_else_a_column_of_that_name_holds_is_no_steps(steps, capsys):
     row = {"problem": "7 + 5 - 4", "answer": "8", "steps": steps}
     (problem,) = data.parse_rows([row], "x", None, None)
     assert problem.steps == () and problem.columns["steps"] == steps
-    said = "in 1 rows of x, such as row 1, steps is no list of integers: not judged\n"
-    assert capsys.readouterr().err == (said if steps else "")
+    said = "steps is no list of integers in 1 of 1 rows of x, first in row 1: not judged there\n"
+    assert capsys.readouterr().err == (said if steps not in (None, [], "[]") else "")
 
 
 @pytest.mark.parametrize(
@@ -1145,6 +1145,14 @@ def test_golden_prompts_of_the_tiny_policy(tokenizer):
     assert prompt_text(tokenizer, "Start with 23, add 19.", "Be brief.") == system + golden
 
 
+def test_another_chat_template_may_be_given(tokenizer):
+    other = {"chat_template": "X{{ messages[0].content }}"}
+    assert prompt_text(tokenizer, "Start.", None, other) == prompt_text(
+        tokenizer, "Start.", None, {"chat_template": "{{ 'X' + messages[0].content }}"}
+    )
+    assert prompt_text(tokenizer, "Start.", None, other) != prompt_text(tokenizer, "Start.")
+
+
 @pytest.mark.parametrize("call", ['strftime_now("%d %b %Y")', "strftime_now( '%Y-%m-%d' )"])
 def test_the_date_in_a_prompt_is_fixed(tokenizer, monkeypatch, call):
     """A run could not be resumed on another day."""
@@ -1335,6 +1343,11 @@ def test_what_each_token_adds_to_the_text(tokenizer):
     texts = data.token_texts(tokenizer, ids)
     assert "".join(texts) == text and len(texts) == len(ids) and "\ufffd" not in "".join(texts)
     assert data.token_texts(tokenizer, []) == []
+
+    cut = tokenizer("at \N{SNOWMAN}", add_special_tokens=False).input_ids[:-1]
+    assert "".join(data.token_texts(tokenizer, cut)) == tokenizer.decode(cut) == "at \ufffd"
+    bad = tokenizer("\N{SNOWMAN}", add_special_tokens=False).input_ids[:1] * 6
+    assert "\ufffd" in "".join(data.token_texts(tokenizer, bad)[:5])
 
 
 def test_a_decoder_that_drops_the_first_space_keeps_those_within():

@@ -37,6 +37,9 @@ BUS = (
 )
 
 RIGHT = [
+    # several solutions with names of their own
+    ("Solve $x^2+3x-10=0$.", "2,-5", r"x_1 = -5,\ x_{2} = 2"),
+    ("Solve $x^2-6x+9=0$.", "3", "x_1=x_2=3"),
     # nouns of the problem
     ("Ann has 5 apples and buys 7 more. How many apples has she?", "12", r"12\text{ apples}"),
     ("Each box holds one ball. How many boxes do 12 balls need?", "12", "12 boxes"),
@@ -352,6 +355,7 @@ RIGHT += [
 ]
 
 WRONG = [
+    ("Solve $x_1+x_2=-2$, $x_1-x_2=8$ and give $x_1, x_2$.", "3, -5", "x_1=-5, x_2=3"),
     # words that are no unit
     ("How many are there?", "12", r"12\text{ thousandths}"),
     ("How many are there?", "12", r"12\text{ gross}"),

@@ -1057,6 +1057,11 @@ def card_of(
     return ModelCard.load(tmp_path / "README.md")
 
 
+def test_model_card_says_which_date_the_prompts_had(tmp_path):
+    for template, is_said in (("{{ strftime_now('%Y') }}", True), ("{{ strftime_now(x) }}", False)):
+        assert ("26 July 2024" in card_of(tmp_path, EXAMPLE, template).text) == is_said
+
+
 def test_model_card_says_what_the_adapter_is(tmp_path):
     card = card_of(tmp_path, EXAMPLE, lr=1e-5)
     assert card.data.to_dict() == {

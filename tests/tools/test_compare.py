@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import compare
+import numpy as np
 import pytest
 from support import ROOT
 
@@ -51,9 +53,17 @@ def test_a_step_without_a_reward_keeps_its_place() -> None:
     """No reward function applied there, so metrics.jsonl has null."""
     rewards = [None if step % 4 == 0 else float(step) for step in range(41)]
     assert compare.smooth(rewards[:19])[1:4].tolist() == [1, 2, 3]
-    assert compare.smooth([None, None, 1.0])[:2].tolist() != [1.0, 1.0]
+    assert np.isnan(compare.smooth([None, None, 1.0])[:2]).all()
     found = compare.smooth(rewards)
     assert len(found) == 37 and found[0] == (1 + 2 + 3) / 3 and found[1] == (1 + 2 + 3 + 5) / 4
+
+
+def test_a_runs_rewards_have_a_place_for_every_step(tmp_path) -> None:
+    run = fake_run(tmp_path, "grpo_arca", "arca", 1)
+    path = run / "metrics.jsonl"
+    path.write_text(re.sub('(?<="step": 2, "reward": )[0-9.]+', "null", path.read_text()))
+    _, found = compare.read_run(run)
+    assert found.rewards[1] is None and found.rewards[2] == pytest.approx(0.13)
 
 
 # ---- Groups --------------------------------------------------------------------------------------

@@ -39,14 +39,19 @@ def test_a_linear_layer_in_tf32_and_its_gradient_are_those_of_rounded_numbers() 
     assert not torch.allclose(y, F.linear(x, weight, bias), atol=1e-5)  # exact again outside
 
 
-def test_completions_without_answers_are_a_sentence(capsys) -> None:
+@pytest.mark.parametrize("credit", ["arca", "oar_g"])
+def test_scores_that_do_not_differ_are_a_sentence(monkeypatch, capsys, credit) -> None:
+    """Those of a new adapter, and those of completions without an answer."""
     AcceleratorState._reset_state()
+    chosen = [scored for scored in precision.SCORED if scored[1] == credit]
+    monkeypatch.setattr(precision, "SCORED", chosen)
     flags = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1"]
     flags += ["--num_generations", "4", "--max_completion_length", "4"]
     run, micros = precision.train(flags, updates=0)
     with pytest.raises(SystemExit) as stop:
         precision.credit_rows(run, micros[0], flags)
-    assert stop.value.code == 2 and "raise --max_completion_length" in capsys.readouterr().err
+    sentence = f"error: no completion has {credit} scores that differ: raise --updates"
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err
     AcceleratorState._reset_state()
 
 
