@@ -1207,12 +1207,16 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=args.dtype,
     )
+    options: dict[str, Any] = {"revision": args.model_revision, "trust_remote_code": False}
     try:
+        options["config"] = without_dropout(
+            transformers.AutoConfig.from_pretrained(name, **options)
+        )
+        if args.load_in_4bit:
+            options["quantization_config"] = quantization
         base, loading = transformers.AutoModelForCausalLM.from_pretrained(
             name,
-            revision=args.model_revision,
-            trust_remote_code=False,
-            quantization_config=quantization if args.load_in_4bit else None,
+            **options,
             dtype=args.dtype,
             device_map={"": device},
             ignore_mismatched_sizes=True,  # `check_weights` names them
@@ -1235,6 +1239,15 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     if args.load_in_4bit and any(p.dim() == 3 and min(p.shape) > 1 for p in model.parameters()):
         fail(f"{name} has weights (experts?) that 4 bits leave out: set --load_in_4bit False")
     return model
+
+
+def without_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
+    """Returns a model's config with its dropout off, as in rollouts. --lora_dropout stays."""
+    text_config = config.get_text_config()
+    for name, value in vars(text_config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(text_config, name, 0.0)
+    return config
 
 
 def add_adapter(args: Args, base: transformers.PreTrainedModel) -> PeftModel:
@@ -1286,6 +1299,8 @@ def check_weights(base: transformers.PreTrainedModel, name: str, loading: dict[s
     left_out = []
     for key in sorted(loading["unexpected_keys"]):
         parent = ".".join(key.split(".")[:-2])  # of "layers.0.attn.q_norm.weight": layers.0.attn
+        if key.endswith((".attn.bias", ".attn.masked_bias")):
+            continue  # causal masks, which old files of GPT-2 and GPT-J hold
         if (parent and parent in modules) or is_extra_layer(base.config, modules, key):
             left_out.append(key)
     if left_out:
@@ -1314,7 +1329,11 @@ def is_extra_layer(
 def check_quantization(args: Args, base: transformers.PreTrainedModel) -> None:
     """Ends the run if the files of a model were quantized already, and otherwise than here."""
     found = getattr(base.config, "quantization_config", None)
-    if not args.load_in_4bit or found is None:
+    if not args.load_in_4bit:
+        if getattr(base, "is_quantized", False):
+            fail(f"{args.model_name_or_path} is quantized already: leave --load_in_4bit False out")
+        return
+    if found is None:
         return
     is_4bit = getattr(found, "load_in_4bit", False)
     kind = found.bnb_4bit_quant_type if is_4bit else "another format"
@@ -1748,7 +1767,7 @@ TRL_FLAGS = {  # what to do about flags of TRL that are not here
     "config": "give the flags themselves",
     "deepspeed": "launch it on one device, or with DDP",
     "delta": "there is no two-sided clipping",
-    "disable_dropout": "use --lora_dropout 0",
+    "disable_dropout": "only --lora_dropout is ever on",
     "do_eval": "evaluation is always on, see --eval_steps",
     "do_train": "use --max_steps 0 to only evaluate",
     "eval_strategy": "use --eval_steps",

@@ -198,7 +198,8 @@ def parse_rows(
         if isinstance(gold, list) and len(gold) <= 1:
             gold = gold[0] if gold else None
         if not is_prompt(prompt) or isinstance(gold, list | dict | bytes):
-            form = f"text or messages with role and content, and {answer_key} one answer"
+            form = "text or messages with role and content, of which the last is not the"
+            form += f" assistant's, and {answer_key} one answer"
             raise DataError(f"row {number} of {name}: {prompt_key} must hold {form}, or {advice}")
         check_prompt_size(prompt, f"row {number} of {name}")
         answer = gold_answer(gold, is_solution=answer_key == "solution")
@@ -264,7 +265,10 @@ def pick_column(present: Sequence[str], named: str | None, known: Sequence[str],
 
 
 def is_prompt(value: Any) -> bool:
-    """Returns whether a value is text, or a list of chat messages with a role and a content."""
+    """Returns whether a value is text, or a list of chat messages with a role and a content.
+
+    The last message must not be the assistant's: a solution that follows the problem is no prompt.
+    """
     if not isinstance(value, list):
         return isinstance(value, str)
     for message in value:
@@ -272,7 +276,7 @@ def is_prompt(value: Any) -> bool:
             return False
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             return False
-    return True
+    return not value or value[-1]["role"] != "assistant"
 
 
 # A gold answer that is a sentence with a number: the answer is 16; Answer: 16; x is 16.
@@ -441,6 +445,7 @@ def load_data(args: Args) -> tuple[PreTrainedTokenizerBase, ProblemSet, ProblemS
         ]
 
     train, held_out = load_problems(args)
+    check_system_message(tokenizer, train[0], args.system_prompt, template_kwargs)
     train_prompts = encode(train)
     held_out_prompts = encode(held_out)
     check_lengths(args, train_prompts + held_out_prompts, context)
@@ -463,7 +468,8 @@ def load_tokenizer(name: str, revision: str) -> tuple[PreTrainedTokenizerBase, i
         raise DataError(f"cannot load --model_name_or_path {name}: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of {name} has no EOS token: set eos_token in its files")
-    if tokenizer.pad_token_id is None:
+    vocabulary_size = config.get_text_config().vocab_size
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocabulary_size:
         tokenizer.pad_token = tokenizer.eos_token  # the trainer's masks come from lengths
     return tokenizer, context
 
@@ -529,6 +535,27 @@ def encode_prompt(
         advice = "check --system_prompt and --chat_template_kwargs"
         raise DataError(f"the chat template fails, {advice}: {error}") from error
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def check_system_message(
+    tokenizer: PreTrainedTokenizerBase,
+    problem: Problem,
+    system_prompt: str | None,
+    template_kwargs: dict[str, Any],
+) -> None:
+    """Raises DataError if the chat template leaves a system message out, as that of Phi-3 does."""
+    messages = whole_prompt(problem.prompt, system_prompt)
+    ids = encode_prompt(tokenizer, messages, None, template_kwargs)
+    text = tokenizer.decode(ids)
+    for i, message in enumerate(messages):
+        # A template may also turn the message into something else, such as a mode.
+        others = messages[:i] + messages[i + 1 :]
+        if message["role"] != "system" or message["content"].strip() in text or not others:
+            continue
+        if encode_prompt(tokenizer, others, None, template_kwargs) == ids:
+            raise DataError(
+                "the chat template leaves the system message out: write it into the problems"
+            )
 
 
 def date_as_text(call: re.Match[str]) -> str:

@@ -238,4 +238,4 @@ def log_completions(run: Run, kind: str, batch: Batch, rewards: list[float]) -> 
                 "reward": rewards[i],
                 "truncated": truncated[i],
             }
-            file.write(json.dumps(plain(row)) + "\n")
+            file.write(json.dumps(plain(row), default=str) + "\n")

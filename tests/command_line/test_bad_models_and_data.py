@@ -163,6 +163,10 @@ def test_a_model_that_was_quantized_otherwise(refused_run, tmp_path, words):
         "--model_name_or_path", str(tmp_path / "quantized"), "--dtype", "float32"
     )
     assert words in sentence
+    sentence = refused_run(
+        "--model_name_or_path", str(tmp_path / "quantized"), "--load_in_4bit", "False"
+    )
+    assert "is quantized already: leave --load_in_4bit False out" in sentence
 
 
 def test_lora_target_modules_that_do_not_exist(refused_run):

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -1143,6 +1144,38 @@ def test_golden_prompts_of_the_tiny_policy(tokenizer):
     assert prompt_text(tokenizer, "Start with 23, add 19.") == golden
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
     assert prompt_text(tokenizer, "Start with 23, add 19.", "Be brief.") == system + golden
+
+
+def test_a_template_that_leaves_the_system_message_out_is_refused(tokenizer, monkeypatch):
+    """As that of Phi-3-medium, which has no branch for it."""
+    users = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    mode = "{% if messages[0].role == 'system' %}(short){% endif %}" + users
+    problem = Problem("Start with 23.", "23")
+    for template, is_refused in ((users, True), (mode, False), (make.CHAT_TEMPLATE, False)):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        data.check_system_message(tokenizer, problem, None, {})
+        if is_refused:
+            with pytest.raises(DataError, match="leaves the system message out"):
+                data.check_system_message(tokenizer, problem, "Be brief.", {})
+        else:
+            data.check_system_message(tokenizer, problem, "Be brief.", {})
+
+
+def test_a_pad_token_beyond_the_vocabulary_is_not_used(tmp_path):
+    """As in some files of Llama 2. To read it would be an IndexError in the middle of a run."""
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<{i}>" for i in range(100)])
+    tokenizer.add_special_tokens({"pad_token": "<a new one>"})
+    tokenizer.save_pretrained(folder)
+    assert data.load_tokenizer(str(folder), "main")[0].pad_token == tokenizer.eos_token
+
+
+def test_a_prompt_that_ends_with_the_answer_is_refused():
+    """As the column `messages` of NuminaMath, which holds the whole solution."""
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    with pytest.raises(DataError, match="the last is not the assistant's"):
+        data.parse_rows([{"prompt": chat, "answer": "4"}], "x", None, None)
 
 
 def test_another_chat_template_may_be_given(tokenizer):

@@ -5,12 +5,14 @@ random one of 64 hidden units, whose weights are large enough for errors to show
 """
 # ruff: noqa: C408 (settings read better as keywords)
 
+import shutil
 from dataclasses import fields, replace
 
 import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
 from support import TINY, fixed_uniforms, randomize_adapter, refusal
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -285,6 +287,28 @@ KINDS = [
 @pytest.mark.parametrize("family", KINDS)
 def test_right_in_4_bits(save_model, family):
     check_all(start(save_model(family)), family)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_dropout_of_the_base_is_off_in_training(save_model, family):
+    """Rollouts have none. With checkpointing, layers are in training mode for OAR-G, too."""
+    folder = save_model(family)
+    config = AutoConfig.from_pretrained(folder)
+    assert max(x for name, x in vars(config).items() if "drop" in name and x is not None) >= 0.1
+    run = start(folder, gradient_checkpointing=True)
+    batch = grpo_arca.sample(run, torch.arange(3), PROMPTS, torch.rand(3, LENGTH))
+    gap = (grpo_arca.training_forward(run, batch) - batch.sampled_logp).abs() * batch.mask
+    assert gap.max() < 1e-4
+
+
+def test_causal_masks_in_old_files_are_no_weights(save_model, tmp_path):
+    """As in those of GPT-J, whose class computes them."""
+    folder = shutil.copytree(save_model("gpt2"), tmp_path / "old")
+    weights = load_file(folder / "model.safetensors")
+    weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    weights["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert start(str(folder)).step == 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss", "qwen3_next"])
