@@ -174,9 +174,9 @@ def page_sentences() -> list[str]:
         f"ARCA has {found(four['ARCA'], 'area')}, and S-trace {found(four['S-trace'], 'area')}.",
         f"FIPO has {found(four['FIPO'], 'area')} over GRPO in area, and its control "
         f"{found(four['FIPO, shuffled'], 'area')}.",
-        f"the oracle's lead remains (p = {corrected_p('least variance'):.2f}), and that of right "
-        f"answers only does not (p = {corrected_p('right answers only'):.2f}).",
-        f"its lead does remain (p = {corrected_p('right answers only', 'four updates'):.2f}).",
+        f"the oracle's lead remains (p = {corrected_p('least variance'):.3f}), and that of right "
+        f"answers only does not (p = {corrected_p('right answers only'):.3f}).",
+        f"its lead does remain (p = {corrected_p('right answers only', 'four updates'):.3f}).",
         f"The oracle of step values has {found(rows['step values'], 'area')} over GRPO in area, "
         "about as much as right answers only. Within right answers it has "
         f"{found(rows['step values, right answers only'], 'area')}:",
