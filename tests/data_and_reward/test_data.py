@@ -1268,6 +1268,7 @@ def test_training_and_evaluation_prompts_come_from_the_same_function(monkeypatch
         return encode_prompt(tokenizer, prompt, *style)
 
     monkeypatch.setattr(data, "encode_prompt", encode)
+    monkeypatch.setattr(data, "check_system_message", lambda *_: None)
     name = write(tmp_path / "set.jsonl", ROWS)
     args = flags(dataset_name=name, system_prompt="Be brief.", chat_template_kwargs='{"x": 1}')
     tokenizer, (train, train_ids), (held_out, held_out_ids) = data.load_data(args)
