@@ -1758,11 +1758,13 @@ MAX_MESSAGE_LENGTH = 600  # characters; a message may quote a file or another li
 MAX_ARGUMENT_LENGTH = 60  # characters, of an unknown one in the message about it
 
 
-def say(message: object, from_any_process: bool = False, limit: int = MAX_MESSAGE_LENGTH) -> None:
+def say(
+    message: object, from_any_process: bool = False, limit: int | None = MAX_MESSAGE_LENGTH
+) -> None:
     """Prints a line to standard error, above the progress bar.
 
     Only the main process speaks, unless the message may be one process's own. `limit` is a number
-    of characters, because a message may quote a file or another library.
+    of characters, because a message may quote a file or another library. None is for our own words.
     """
     rank = os.environ.get("RANK", "0")
     is_main = not rank.isdecimal() or int(rank) == 0  # `check_ranks` refuses what is no number
@@ -1774,7 +1776,7 @@ def say(message: object, from_any_process: bool = False, limit: int = MAX_MESSAG
         tqdm.write(printable(text), file=sys.stderr)
 
 
-def fail(message: object, limit: int = MAX_MESSAGE_LENGTH) -> NoReturn:
+def fail(message: object, limit: int | None = MAX_MESSAGE_LENGTH) -> NoReturn:
     """Ends the run with a sentence about the user's mistake: no stack trace, exit code 2."""
     words = str(message).split()  # another library's message may span lines
     # Before processes meet, each has the same error. After that it may be one process's own, so all
@@ -1907,7 +1909,7 @@ def refuse_arguments(unknown: list[str]) -> None:
     if not advice:
         fail(f"unknown argument {unknown[0][:MAX_ARGUMENT_LENGTH]}: a flag begins with --")
     described = [f"--{name} ({what_to_do})" for name, what_to_do in advice.items()]
-    fail(f"unknown flags: {', '.join(described)}", limit=100 * len(described) + 100)
+    fail(f"unknown flags: {', '.join(described)}", limit=None)
 
 
 def find_adapter(name: str, revision: str) -> tuple[str | None, dict[str, Any]]:

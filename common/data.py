@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.printable import printable
-from common.problems import (
-    Problem,
-    chain_problems,
-    has_right_steps,
-)
+from common.problems import Problem, chain_problems, has_right_steps
 from common.reward import Grader, RewardError, call_reward_func, last_boxed, takes_argument
 
 if TYPE_CHECKING:

@@ -215,3 +215,10 @@ def test_the_peak_on_a_cpu_is_what_was_used_since_the_last_look():
     del block
     assert 0.4 < bench.peak_gib(device, before) < 0.7
     assert abs(bench.peak_gib(device, before)) < 0.2
+
+
+@pytest.mark.parametrize("flag", ["--repeats=0", "--warmup=-1"])
+def test_nothing_to_measure_is_refused(flag, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_options(["grpo_arca", flag])
+    assert "--repeats must be at least 1" in capsys.readouterr().err
