@@ -424,9 +424,10 @@ def epoch_order(epoch: int, count: int, seed: int) -> list[int]:
 def load_data(args: Args) -> tuple[PreTrainedTokenizerBase, ProblemSet, ProblemSet]:
     """Returns the tokenizer, the problems and prompts to train on, and those that are held out.
 
-    All of them fit into the model's context. That is checked before the model is loaded.
+    All of them fit into the model's context and vocabulary. That is checked before the model is
+    loaded.
     """
-    tokenizer, context = load_tokenizer(args.model_name_or_path, args.model_revision)
+    tokenizer, config = load_tokenizer(args.model_name_or_path, args.model_revision)
     check_own_tokenizer(args.start_adapter, tokenizer)
     try:
         template_kwargs = dict(json.loads(args.chat_template_kwargs))
@@ -444,18 +445,19 @@ def load_data(args: Args) -> tuple[PreTrainedTokenizerBase, ProblemSet, ProblemS
     check_system_message(tokenizer, train[0], args.system_prompt, template_kwargs)
     train_prompts = encode(train)
     held_out_prompts = encode(held_out)
-    check_lengths(args, train_prompts + held_out_prompts, context)
+    prompts = train_prompts + held_out_prompts
+    check_lengths(args, prompts, context_length(config))
+    check_vocabulary(tokenizer, prompts, vocabulary_size(config))
     return tokenizer, (train, train_prompts), (held_out, held_out_prompts)
 
 
-def load_tokenizer(name: str, revision: str) -> tuple[PreTrainedTokenizerBase, int]:
-    """Returns a model's tokenizer, and how many tokens its context has."""
+def load_tokenizer(name: str, revision: str) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Returns a model's tokenizer and its configuration."""
     from transformers import AutoConfig, AutoTokenizer
 
     # trust_remote_code is given because transformers would else ask on standard input.
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        context = context_length(config)
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # a damaged folder may raise anything
         reason = str(error)[:300]
@@ -464,10 +466,14 @@ def load_tokenizer(name: str, revision: str) -> tuple[PreTrainedTokenizerBase, i
         raise DataError(f"cannot load --model_name_or_path {name}: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of {name} has no EOS token: set eos_token in its files")
-    vocabulary_size = config.get_text_config().vocab_size
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocabulary_size:
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= vocabulary_size(config):
         tokenizer.pad_token = tokenizer.eos_token  # the trainer's masks come from lengths
-    return tokenizer, context
+    return tokenizer, config
+
+
+def vocabulary_size(config: PreTrainedConfig) -> int:
+    """Returns how many tokens a model knows. Its tokenizer may have more."""
+    return int(config.get_text_config().vocab_size)
 
 
 def check_own_tokenizer(adapter: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -513,12 +519,15 @@ def encode_prompt(
     """Returns the token ids of a prompt, by the chat template, which writes its own BOS token.
 
     Where a tokenizer has no template, they are those of the text as it is. Nothing is appended to
-    it, because it may end in "Answer:" or in a newline.
+    it, because it may end in "Answer:" or in a newline, and because the completion continues it.
     """
     messages = whole_prompt(prompt, system_prompt)
     if not tokenizer.chat_template:
         text = "\n\n".join(message["content"] for message in messages)
-        return tokenizer(text).input_ids
+        ids = tokenizer(text).input_ids
+        if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+            ids.pop()  # some tokenizers end every text
+        return ids
 
     kwargs = dict(template_kwargs or {})
     kwargs["add_generation_prompt"] = True
@@ -572,6 +581,16 @@ def check_lengths(args: Args, prompts: list[list[int]], context: int) -> None:
             f"the longest prompt ({longest} tokens) and --max_completion_length exceed the model's "
             f"context of {context}: {advice}"
         )
+
+
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], size: int
+) -> None:
+    """Raises DataError if a prompt has a token that the model does not know."""
+    largest = max(max(prompt) for prompt in prompts)
+    if largest >= size:
+        token = tokenizer.decode([largest])
+        raise DataError(f"a prompt has the token {token!r}, which the model lacks: leave it out")
 
 
 # ---- Rewards of a batch --------------------------------------------------------------------------

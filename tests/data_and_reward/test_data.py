@@ -1171,6 +1171,19 @@ def test_a_pad_token_beyond_the_vocabulary_is_not_used(tmp_path):
     assert data.load_tokenizer(str(folder), "main")[0].pad_token == tokenizer.eos_token
 
 
+def test_a_prompt_with_a_token_beyond_the_vocabulary_is_refused(tmp_path):
+    """To read it would be an IndexError on a CPU, and on a GPU an assertion without a word."""
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<{i}>" for i in range(100)])
+    tokenizer.save_pretrained(folder)
+    rows = [json.dumps({"problem": f"Add {n}. <99>", "answer": "3"}) for n in (1, 2)]
+    (tmp_path / "my.jsonl").write_text("\n".join(rows))
+    args = flags(model_name_or_path=str(folder), dataset_name=str(tmp_path / "my.jsonl"))
+    with pytest.raises(DataError, match="the token '<99>', which the model lacks: leave it out"):
+        data.load_data(args)
+
+
 def test_a_prompt_that_ends_with_the_answer_is_refused():
     """As the column `messages` of NuminaMath, which holds the whole solution."""
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -1214,13 +1227,13 @@ def test_template_kwargs_reach_the_template(tokenizer):
     assert prompt_text(thinking, "hi", None, {"tokenize": True, "unknown": 1}) == plain
 
 
-def bos_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    """Adds <s> to every text, as Llama's tokenizer does."""
+def bos_tokenizer(template: str | None, shape: str = "<s> $A") -> PreTrainedTokenizerFast:
+    """Adds <s> to every text, as Llama's tokenizer does, or what else the shape has."""
     vocabulary = {"<s>": 0, "</s>": 1, "[UNK]": 2, "hi": 3, "user": 4, ":": 5}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+        single=shape, pair="<s> $A $B", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     made = PreTrainedTokenizerFast(
         tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="[UNK]"
@@ -1235,6 +1248,13 @@ def test_exactly_one_bos():
     assert written("hi").input_ids == [0, 3]  # it would add a second one to the template's text
     assert data.encode_prompt(written, "hi") == [0, 4, 5, 3]
     assert data.encode_prompt(bos_tokenizer(None), "hi") == [0, 3]  # the tokenizer's own
+
+
+def test_no_prompt_ends_with_the_end_token_that_a_tokenizer_adds():
+    """A completion after it would be a new text."""
+    ending = bos_tokenizer(None, "<s> $A </s>")
+    assert ending("hi").input_ids == [0, 3, 1]
+    assert data.encode_prompt(ending, "hi") == [0, 3]
 
 
 def test_a_tokenizer_without_a_template_gets_plain_text(tokenizer):
@@ -1325,8 +1345,8 @@ def test_the_context_ends_where_frequencies_would_depend_on_the_length(
     tmp_path, model_type, settings, context
 ):
     write_config(tmp_path, model_type, settings)
-    _, found = data.load_tokenizer(str(tmp_path), "main")
-    assert found == context
+    _, config = data.load_tokenizer(str(tmp_path), "main")
+    assert data.context_length(config) == context
 
 
 def test_a_configuration_that_transformers_cannot_read_is_a_sentence(tmp_path):

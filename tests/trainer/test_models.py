@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import grpo_arca
 import grpo_oar
 import grpo_strace
-from common.data import load_tokenizer
+from common.data import context_length, load_tokenizer
 from common.problems import Problem
 
 METHODS = {"arca": grpo_arca, "oar_g": grpo_oar, "oar_p": grpo_oar, "s_trace": grpo_strace}
@@ -358,7 +358,8 @@ def test_right_in_every_way(save_model, family, bits, weights, capsys):
 def test_the_context_ends_where_rope_would_depend_on_the_batch(save_model, family):
     """A short row beside one that fills the context is right. One token more, and it is not."""
     folder = save_model(family)
-    _, context = load_tokenizer(folder, "main")
+    _, config = load_tokenizer(folder, "main")
+    context = context_length(config)
     run = start(folder, load_in_4bit=False)
     endless = replace(run, eos_ids=run.eos_ids[:0])
     for room, is_right in ((context, True), (context + 1, False), (context, True)):
