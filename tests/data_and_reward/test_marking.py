@@ -13,8 +13,12 @@ are still paid.
 """
 
 # ruff: noqa: RUF001  (characters that look like others are tried here)
+import csv
 import json
 from pathlib import Path
+
+import marking
+import pytest
 
 from common.reward import Grader
 
@@ -652,3 +656,12 @@ def test_pairs():
         got = grader.grade(texts, golds, problems)
     differ = [v != verdict for v, verdict in zip(got, verdicts, strict=True)]
     assert [row for row, is_wrong in zip(rows, differ, strict=True) if is_wrong] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("marker", marking.MARKERS)
+def test_the_published_table_of_markers(marker):
+    path = marking.ROOT / "results/data/marking/table.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        published = {row["marker"]: row for row in csv.DictReader(file)}
+    assert marking.count(marker) == published[marker]

@@ -615,6 +615,20 @@ def readme_sentences() -> list[str]:
         f"{interval(shuffled, 'completions')}, so here it gains nothing that "
         f"{rlsd['batches']} batches can show.",
         f"a step took {one} seconds with one thread and {two} with two.",
+        *marking_sentences(),
+    ]
+
+
+def marking_sentences() -> list[str]:
+    """Returns how often the markers err, of as many right answers as wrong ones."""
+    ours, _, trl, library = table("marking/table")
+    wrote = f"wrote {ours['right']} right and {ours['wrong']} wrong answers"
+    return [
+        wrote,
+        f"The rules missed {ours['missed']} of the right ones and paid {ours['paid']} of the wrong "
+        f"ones. Math-verify with its defaults misses {library['missed']} and pays "
+        f"{library['paid']}, and TRL's `accuracy_reward` misses {trl['missed']} and pays "
+        f"{trl['paid']}",
     ]
 
 
