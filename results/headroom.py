@@ -55,6 +55,7 @@ ORACLES = {
 }
 GRPO_WITH_KL = "GRPO, its KL logged"
 ARCA_LATER = "ARCA after 10 rollouts of GRPO"
+NO_EMPTY_STEP = "GRPO, no step without a gradient"
 VARIANTS = {
     "S-trace, lambda 0.5": [*METHODS["S-trace"], "--trace_lambda", "0.5"],
     "S-trace, normalized": [*METHODS["S-trace"], "--trace_normalize", "True"],
@@ -69,6 +70,7 @@ VARIANTS = {
         "10",
     ],
     ARCA_LATER: METHODS["ARCA"],
+    NO_EMPTY_STEP: [*METHODS[GRPO], "--skip_zero_gradient", "True"],
 }
 GRPO_FOUR = "GRPO, four updates"
 FOUR_UPDATES = {
@@ -89,6 +91,7 @@ COLORS = learning_curves.COLORS | {
     "S-trace, normalized": "#009E73",
     GRPO_WITH_KL: "black",
     ARCA_LATER: "#0072B2",
+    NO_EMPTY_STEP: "black",
     GRPO_FOUR: "black",
     "right answers only, four updates": "#E69F00",
     "ARCA, four updates": "#0072B2",

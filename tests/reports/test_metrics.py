@@ -92,6 +92,12 @@ def test_weight_stats_of_hand_vectors():
     assert stats_of(3.0, 1.0, 4.0, 2.0) == pytest.approx((0.25, 5 / 6))
 
 
+def test_the_gini_index_of_equal_weights_is_never_below_0():
+    """Of 11 equal weights it would be -2.5e-17 by rounding."""
+    gini, _ = stats_of(*[1.0] * 11)
+    assert gini == 0.0
+
+
 def ragged(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """weights [16, 37] with zeros and a mask [16, 37] with holes, of 0, 1, ... tokens."""
     generator = torch.Generator().manual_seed(seed)
