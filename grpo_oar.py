@@ -121,7 +121,7 @@ from common.metrics import (
 from common.printable import printable
 from common.report import report_run
 from common.reward import Grader, RewardError, load_reward_funcs
-from common.run_log import RunLog, best_step, log_completions, start_log
+from common.run_log import RunLog, best_step, is_evaluated, log_completions, start_log
 
 CUDA = torch.cuda.is_available()
 # A GPU below compute capability 8, such as a T4, says that it has bf16, and emulates it slowly.
@@ -746,8 +746,20 @@ class Run:
     rollout: int = 0  # rollouts so far
     groups: list = field(default_factory=list)  # examples for credit.html
     skipped: int = 0  # updates in a row whose loss or gradient was not finite
-    former_end: int = -1  # the step at which the run that is resumed had finished
+    prompt_shift: int = 0  # not 0 if former rollouts had another number of prompts
+    evaluated_step: int = -1  # the checkpoint's, if its evaluation was logged: it is made again
     task: str = ""  # a digest of all problems and prompts, by which `resume` recognizes them
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """The number of groups in a rollout, on all processes."""
+        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        return rows * self.accelerator.num_processes // self.args.num_generations
+
+    @property
+    def next_prompt(self) -> int:
+        """Where the next rollout begins in the data: the number of prompts before it."""
+        return self.rollout * self.prompts_per_rollout + self.prompt_shift
 
     def is_due(self, interval: int) -> bool:
         """Returns whether the last rollout reached a multiple of `interval` updates; 0: never."""
@@ -771,6 +783,7 @@ def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, ba
         saves_at_the_end = is_finished and run.step > 0 and args.save_steps > 0
         if is_interrupted or has_diverged or saves_at_the_end or run.is_due(args.save_steps):
             save_checkpoint(run, best_step(log.rows))
+            run.accelerator.wait_for_everyone()
         if has_diverged:
             skipped = f"{MAX_SKIPPED_UPDATES} updates in a row"
             advice = "lower --learning_rate, or look for NaN in rewards and scores"
@@ -779,7 +792,7 @@ def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, ba
             return False
 
         # Evaluate.
-        is_milestone = run.step in (0, run.former_end) or is_finished
+        is_milestone = run.step in (0, run.evaluated_step) or is_finished
         evaluates = is_milestone or run.is_due(args.eval_steps)
         if evaluates:
             accuracies = evaluate(run, *held_out)
@@ -793,7 +806,15 @@ def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, ba
         # Collect a rollout and score its tokens.
         metrics: dict[str, float] = {}
         is_last_rollout = run.step + args.updates_per_rollout >= args.max_steps
-        updates = scored_rollout(run, train_set, metrics, for_report=evaluates or is_last_rollout)
+        try:
+            updates = scored_rollout(
+                run, train_set, metrics, for_report=evaluates or is_last_rollout
+            )
+        except BaseException:  # such as that of a reward function; no update is lost
+            if run.step > 0:
+                with contextlib.suppress(OSError):
+                    save_checkpoint(run, best_step(log.rows))
+            raise
         bar.set_postfix(reward=f"{metrics['reward']:.2f}")
 
         # Update the policy.
@@ -837,13 +858,12 @@ def collect(run: Run, train_set: ProblemSet, metrics: dict) -> Batch:
 
     # Deal out the rows. An update has the same ones on any number of processes.
     processes = accelerator.num_processes
-    rollout_size = args.per_device_train_batch_size * args.steps_per_generation * processes
+    rollout_size = run.prompts_per_rollout * args.num_generations
     dealt_rows = torch.arange(rollout_size).view(args.updates_per_iteration, processes, -1)
     rows = dealt_rows[:, accelerator.process_index].flatten()
 
     # Find the problem of each row: G consecutive rows have the same one.
-    first_row = run.rollout * rollout_size
-    group_numbers = [(first_row + row) // args.num_generations for row in rows.tolist()]
+    group_numbers = [run.next_prompt + row // args.num_generations for row in rows.tolist()]
     problem_numbers = [problem_at(n, len(problems), args.seed) for n in group_numbers]
     row_problems = [problems[n] for n in problem_numbers]
     row_prompts = [prompts[n] for n in problem_numbers]
@@ -1746,7 +1766,7 @@ def check_model(run: Run, train_set: ProblemSet) -> None:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Returns whether an error says that the memory of a GPU or of this machine is used up."""
-    phrases = ("out of memory", "not enough memory", "allocate memory")
+    phrases = ("out of memory", "not enough memory", "allocate memory", "ALLOC_FAILED")
     return any(phrase in str(error) for phrase in phrases)
 
 
@@ -1854,7 +1874,6 @@ def save_checkpoint(run: Run, best: int | None) -> None:
             others = [f for f in checkpoints(args.output_dir) if f.name != f"checkpoint-{best}"]
             for old in others[: -args.save_total_limit]:
                 shutil.rmtree(old.rename(partial))  # half a folder must not look like a whole one
-    run.accelerator.wait_for_everyone()
 
 
 def write_checkpoint(run: Run, folder: Path, partial: Path) -> None:
@@ -1863,6 +1882,7 @@ def write_checkpoint(run: Run, folder: Path, partial: Path) -> None:
     state = {
         "step": run.step,
         "rollout": run.rollout,
+        "next_prompt": run.next_prompt,
         "groups": run.groups,
         "adapter": {name: p.data for name, p in parameters if p.requires_grad},
         "optimizer": run.optimizer.state_dict()["state"],
@@ -1945,8 +1965,8 @@ def resume(run: Run) -> None:
     except Exception as error:  # a damaged file may raise anything
         fail(f"cannot resume from {folder}: {error!r} (if it is damaged, delete it)")
 
-    if saved_flags.get("max_steps") == run.step:
-        run.former_end = run.step  # its last evaluation is made again
+    if is_evaluated(folder.parent / "metrics.jsonl", run.step):
+        run.evaluated_step = run.step
     if folder.resolve().parent != Path(output_dir).resolve() and run.accelerator.is_main_process:
         for name in ("metrics.jsonl", "completions.jsonl"):  # the new log begins with the old one
             if (folder.parent / name).exists():
@@ -1984,6 +2004,7 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
         run.scheduler.step()
     run.step = state["step"]
     run.rollout = state["rollout"]
+    run.prompt_shift = state.get("next_prompt", run.next_prompt) - run.next_prompt
     run.groups = list(state["groups"])
     return dict(state["flags"])
 
@@ -1991,7 +2012,7 @@ def load_checkpoint(run: Run, folder: Path) -> dict[str, Any]:
 def check_state(run: Run, folder: Path, state: dict[str, Any]) -> None:
     """Raises ValueError unless all of a checkpoint's state can belong to this run."""
     counts = (state["step"], state["rollout"], state["schedule"])
-    if not all(type(count) is int and count >= 0 for count in counts):
+    if not all(type(n) is int and n >= 0 for n in (*counts, state.get("next_prompt", 0))):
         raise ValueError("its counts are damaged")
     if state["step"] > run.args.max_steps:
         raise ValueError("it is past --max_steps: raise that flag")

@@ -167,9 +167,11 @@ def credit_group(run: Run, micros: list[Batch]) -> list[dict]:
     batch, i = members[0]
     problem = batch.problems[i]
     messages = whole_prompt(problem.prompt, run.args.system_prompt)
+    # Texts alone: a message may hold more, such as a date, which no checkpoint could load.
+    earlier = [{"role": m["role"], "content": m["content"]} for m in messages[:-1]]
     group = {
         "prompt": messages[-1]["content"],
-        "earlier": messages[:-1],
+        "earlier": earlier,
         "answer": problem.answer,
         "step": run.step,
         "size": size,

@@ -522,6 +522,8 @@ def encode_prompt(
     it, because it may end in "Answer:" or in a newline, and because the completion continues it.
     """
     messages = whole_prompt(prompt, system_prompt)
+    for message in messages:
+        check_characters(message["content"])
     if not tokenizer.chat_template:
         text = "\n\n".join(message["content"] for message in messages)
         ids = tokenizer(text).input_ids
@@ -540,6 +542,15 @@ def encode_prompt(
         advice = "check --system_prompt and --chat_template_kwargs"
         raise DataError(f"the chat template fails, {advice}: {error}") from error
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def check_characters(text: str) -> None:
+    """Raises DataError if a text has half of a character, as one that was cut in an emoji has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = repr(text[max(0, error.start - 40) : error.end])
+        raise DataError(f"a prompt has half of a character, correct it: {place}") from error
 
 
 def check_system_message(

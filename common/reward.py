@@ -471,11 +471,13 @@ def log_metric(logged: dict[str, list[float]], name: str, value: float) -> None:
 
 @contextlib.contextmanager
 def restored_state() -> Iterator[None]:
-    """Restores on exit what a user's code may have changed: the directory, and torch's modes."""
+    """Restores on exit what a user's code may have changed: the directory, and torch's settings."""
     import torch  # not at the top: what only grades does without
 
     directory = os.getcwd()
     dtype = torch.get_default_dtype()
+    default_device = torch.get_default_device()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     is_grad_enabled = torch.is_grad_enabled()
     devices = ("cpu", "cuda")
     autocast_dtypes = {device: torch.get_autocast_dtype(device) for device in devices}
@@ -490,6 +492,10 @@ def restored_state() -> Iterator[None]:
     finally:
         os.chdir(directory)
         torch.set_default_dtype(dtype)
+        if torch.get_default_device() != default_device:
+            torch.set_default_device(default_device)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
         torch.set_grad_enabled(is_grad_enabled)
         for device in devices:
             torch.set_autocast_dtype(device, autocast_dtypes[device])

@@ -143,6 +143,11 @@ def rows_before(path: Path, checkpoint: int) -> list[dict[str, Any]]:
     return rows
 
 
+def is_evaluated(path: Path, step: int) -> bool:
+    """Returns whether a metrics.jsonl has an evaluation at a step."""
+    return any(row["step"] == step and row.get("eval") for row in rows_before(path, step + 1))
+
+
 def best_step(rows: list[dict[str, Any]]) -> int | None:
     """Returns the step of the evaluation with the highest sampled accuracy, the first of equals."""
     best = None

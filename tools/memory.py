@@ -37,7 +37,7 @@ from peft.utils import integrations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import grpo_arca as trainer
 
@@ -165,7 +165,7 @@ def count(
         args = trainer.parse_args([*flags, *options.flags])
     bnb.functional.quantize_4bit(torch.ones(64, 64), compress_statistics=True)  # makes its tables
 
-    def no_numbers(*_: Any) -> dict:  # fake tensors have none
+    def no_numbers(*_: Any) -> dict:  # fake tensors have none to look at
         return {}
 
     def dequantize(weight: Any) -> torch.Tensor:
@@ -176,9 +176,11 @@ def count(
         return ids[::GROUP], torch.arange(len(ids)) // GROUP
 
     with (
+        mock.patch.object(trainer, "check_credit", no_numbers),
         mock.patch.object(trainer, "credit_metrics", no_numbers),
         mock.patch.object(integrations, "dequantize_bnb_weight", dequantize),
         mock.patch.object(AutoModelForCausalLM, "from_pretrained", empty_pretrained(config)),
+        mock.patch.object(AutoConfig, "from_pretrained", lambda *_, **__: config),
         mock.patch.object(torch.Tensor, "unique", unique),
     ):
         model = trainer.load_policy(args, torch.device("cpu"))

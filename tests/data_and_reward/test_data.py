@@ -1184,6 +1184,13 @@ def test_a_prompt_with_a_token_beyond_the_vocabulary_is_refused(tmp_path):
         data.load_data(args)
 
 
+def test_half_of_a_character_is_a_sentence(tokenizer):
+    """As of a text that was cut in an emoji, or of a byte on the command line that is no UTF-8."""
+    for prompt, system_prompt in (("Add 5 \ud83d.", None), ("Add 5.", "Be \udcff.")):
+        with pytest.raises(DataError, match="a prompt has half of a character, correct it: '"):
+            data.encode_prompt(tokenizer, prompt, system_prompt)
+
+
 def test_a_prompt_that_ends_with_the_answer_is_refused():
     """As the column `messages` of NuminaMath, which holds the whole solution."""
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]

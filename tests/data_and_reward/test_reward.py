@@ -954,7 +954,7 @@ def test_none_is_not_counted_as_in_trl():
 
 
 def test_what_a_reward_function_leaves_behind_is_restored(tmp_path):
-    """Gradients, autocast, the default type of numbers and the directory."""
+    """Gradients, autocast, the default type of numbers and their device, and the directory."""
     import torch
 
     left = []
@@ -962,6 +962,7 @@ def test_what_a_reward_function_leaves_behind_is_restored(tmp_path):
     def careless(**_):
         os.chdir(tmp_path)
         torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
         left[:] = [torch.autocast("cpu", dtype=torch.float16)]
         for mode in left:
             mode.__enter__()
@@ -977,7 +978,8 @@ def test_what_a_reward_function_leaves_behind_is_restored(tmp_path):
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
-        return os.getcwd(), torch.get_default_dtype(), *autocast, *modes, depth
+        defaults = torch.get_default_dtype(), torch.get_default_device()
+        return os.getcwd(), *defaults, *autocast, *modes, depth
 
     for mode in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
         with mode:

@@ -4,6 +4,7 @@ They are compared with brute force and hand-computed vectors, and are given host
 """
 
 import ast
+import datetime
 import errno
 import importlib
 import itertools
@@ -514,6 +515,13 @@ def test_a_text_alone_has_no_messages_to_open(tmp_path):
     write_credit_page(str(tmp_path / "credit.html"), "t", [group])
     opened = Page(tmp_path / "credit.html").opened
     assert ("details", [("class", "earlier")]) not in opened
+
+
+def test_credit_group_holds_texts_alone():
+    """What else a message has, such as a date, could not be loaded from a checkpoint."""
+    message = {"role": "user", "content": "Hi.", "at": datetime.date(2026, 1, 1)}
+    group = group_of(micro([0, 1, 2, 3], [1, 0, 0, 0.0]), problem=Problem([message] * 2, "1"))
+    assert group["earlier"] == [{"role": "user", "content": "Hi."}]
 
 
 def test_credit_group_may_be_in_part_elsewhere(tmp_path):

@@ -54,6 +54,17 @@ def test_a_run_resumed_in_the_middle_is_the_same_run(run_main, step_on_trial, tm
     assert code == 2 and "checkpoint-3 exists: add" in error_line(err)
 
 
+def test_an_evaluation_is_kept_where_the_flags_no_longer_ask_for_it(run_main, tmp_path):
+    """It is made again at the checkpoint's step, whatever --eval_steps."""
+    flags = SHORT | {"max_steps": 2, "save_steps": 1, "eval_steps": 1}
+    assert run_main(**flags)[0] == 0
+    for name in ("checkpoint-2", "adapter"):
+        shutil.rmtree(tmp_path / "out" / name)
+    assert run_main(**flags | {"eval_steps": 2}, resume_from_checkpoint="latest")[0] == 0
+    rows = outcome(tmp_path)["metrics"]
+    assert [row["step"] for row in rows if row.get("eval")] == [0, 1, 2]
+
+
 @pytest.mark.slow
 def test_a_finished_run_goes_on_from_its_last_checkpoint(run_main, rows_of, tmp_path):
     """Which is written at the end, whatever --save_steps; before it there is none to go on from."""
@@ -312,6 +323,26 @@ def test_fewer_updates_than_there_were_are_refused(saved, tmp_path, capsys):
         else:
             trainer.resume(run)
             assert run.step == 5
+
+
+def test_rollouts_of_another_size_go_on_with_the_next_prompts(saved, make_run, tmp_path):
+    """First two prompts a rollout, then one, then three: none twice, none left out."""
+    problems = [trainer.Problem("x", str(i)) for i in range(11)]
+    task = (problems, [[3, 4]] * len(problems))
+    drawn = []
+    folder = tmp_path / "other"
+    for step, completions in ((2, 8), (3, 4), (4, 12)):
+        flags = {"per_device_train_batch_size": completions, "max_completion_length": 2}
+        run = make_run(output_dir=folder, resume_from_checkpoint="latest", **flags)
+        trainer.resume(run)
+        for _ in range(2):
+            batch = trainer.collect(run, task, {})
+            drawn += [problem.answer for problem in batch.problems[::4]]
+            run.rollout += 1
+        run.step = step
+        trainer.save_checkpoint(run, None)
+    order = [str(trainer.problem_at(i, len(problems), run.args.seed)) for i in range(12)]
+    assert drawn == order
 
 
 def test_another_model_of_the_same_shapes_is_refused(make_run, tmp_path, capsys):
