@@ -22,6 +22,7 @@ each run and evaluation; table.csv, a line for each method and rate; control.png
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import sys
@@ -176,7 +177,11 @@ class Run:
     def is_done(self) -> bool:
         """Returns whether it is complete, in its folder or in the published table."""
         published = any(row["rollout"] == str(ROLLOUTS) for row in self.published_lines())
-        return published or (self.folder / "summary.json").exists()
+        return published or self.is_whole()
+
+    def is_whole(self) -> bool:
+        """Returns whether its folder has all of it."""
+        return (self.folder / "summary.json").exists()
 
     def has_reached_bar(self) -> bool:
         """Returns whether it has been evaluated at the bar, and so tells something of the share."""
@@ -206,7 +211,11 @@ def published_runs() -> list[dict[str, str]]:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    rows = []
+    for line in (folder / "metrics.jsonl").open():
+        with contextlib.suppress(ValueError):  # the last one may be torn
+            rows.append(json.loads(line))
+    return rows
 
 
 def train(runs: list[Run], processes: int) -> None:
@@ -340,10 +349,12 @@ def share_of_rollouts(curves: np.ndarray, others: np.ndarray) -> tuple[float, fl
 
 
 def reference_curves(runs: list[dict[str, str]], method: str) -> dict[int, np.ndarray]:
-    """Returns the curves of GRPO that a method is compared with: at as many updates."""
+    """Returns the curves of GRPO that a method is compared with: whole runs of as many updates."""
     if method in FOUR_UPDATES:
-        return stored_curves(runs, GRPO_FOUR, RATE_FOUR_UPDATES)
-    return stored_curves(runs, GRPO, RATE)
+        found = stored_curves(runs, GRPO_FOUR, RATE_FOUR_UPDATES)
+    else:
+        found = stored_curves(runs, GRPO, RATE)
+    return {seed: curve for seed, curve in found.items() if len(curve) == 1 + ROLLOUTS // EVERY}
 
 
 def table_row(runs: list[dict[str, str]], method: str, rate: str) -> dict[str, Any]:
@@ -392,7 +403,9 @@ def tabulate() -> None:
     """Saves the runs that are done, a line for each method and rate, and the figures."""
     lines: list[dict[str, Any]] = []
     for run in planned_runs():
-        lines += evaluation_rows(run) if run.has_reached_bar() else run.published_lines()
+        published = run.published_lines()
+        is_newer = run.has_reached_bar() and (run.is_whole() or not published)
+        lines += evaluation_rows(run) if is_newer else published
     if not lines:
         sys.exit("headroom.py: no run is done, so there is nothing to tabulate")
     write_table(lines, DATA / "runs.csv")
@@ -401,7 +414,7 @@ def tabulate() -> None:
         table_row(runs, method, rate)
         for rate in (RATE, *OTHER_RATES)
         for method in COMMANDS
-        if method != GRPO_WITH_KL and stored_curves(runs, method, rate)
+        if method != GRPO_WITH_KL and seed_differences(runs, method, rate)["end"].size > 0
     ]
     write_table(rows, DATA / "table.csv")
     at_rate = [row for row in rows if row["rate"] == RATE]

@@ -757,11 +757,19 @@ def draw(rows: list[dict[str, Any]], found: Curves, path: Path) -> None:
 
 # ---- The default command -------------------------------------------------------------------------
 def default_run(script: str, flags: list[str], folder: Path, seed: int) -> dict[str, Any]:
-    """Does one run into a folder. Returns its summary with wall clock and memory."""
+    """Does one run into a folder. Returns its summary with wall clock and memory.
+
+    A run that came to its end is not made again. Remove the folder of one that was killed: the
+    wall clock is that of a whole run.
+    """
+    path = folder / "default_run.json"
+    if path.exists():
+        return dict(json.loads(path.read_text()))
     command = [sys.executable, "-m", "accelerate.commands.launch", script, *flags]
     command += ["--seed", str(seed), "--output_dir", str(folder)]
     began = time.time()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode != 0:
+        sys.exit(f"learning_curves.py: the run of seed {seed} failed, see above")
     wall = time.time() - began
 
     result = json.loads((folder / "summary.json").read_text())
@@ -771,12 +779,14 @@ def default_run(script: str, flags: list[str], folder: Path, seed: int) -> dict[
     columns = ["seconds_rollout", "seconds_score", "seconds_credit", "seconds_update"]
     columns += ["reward", "weight_gini", "weight_effn"]
     for name in columns:  # a step whose groups are all equal has no credit, so no weights
-        result[name] = mean(row[name] for row in updates if name in row)
+        values = [row[name] for row in updates if name in row]
+        result[name] = mean(values) if values else None
     result["rewards"] = [round(row["reward"], 4) for row in updates]  # of every step
     result["seed"] = seed
     result["wall_seconds"] = wall
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB, of any run so far
     result["largest_rss_gib"] = largest / 2**20
+    path.write_text(json.dumps(result))
     return result
 
 

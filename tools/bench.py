@@ -343,6 +343,8 @@ def step(bench: Bench, credit: str, repeat: int, others: float) -> Row:
     """Runs one step, of the rollout `repeat`. Returns seconds, tokens/s and peaks of memory."""
     module = bench.module
     run = replace(bench.run, args=bench.methods[credit], rollout=repeat)
+    if isinstance(run.grader, RandomRewards):  # all methods get the same rewards in a repeat
+        run.grader.rng = random.Random(repeat)
     args = run.args
     device = run.accelerator.device
 
@@ -570,6 +572,7 @@ def progress(name: str, options: argparse.Namespace, repeat: int, began: float) 
 
 def save(path: str | Path, name: str, timings: dict[str, list[Row]]) -> None:
     """Appends a line of JSON for each method: its rows, of which the table has the medians."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
         for credit, rows in timings.items():
             line = {"script": name, "credit": credit, "rows": rows}
@@ -762,6 +765,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         parser.error(f"no script {name}: there are {', '.join(known_scripts)}")
     if options.against and bench_folder(options.against) is None:
         parser.error(f"--against {options.against}: there is no tools/bench.py in it")
+    if options.micro_batch < 1:
+        parser.error("--micro_batch must be at least 1")
     if options.repeats < 1 or options.warmup < 0:
         parser.error("--repeats must be at least 1, and --warmup at least 0")
     if not 0 <= options.idle <= 1:

@@ -90,6 +90,8 @@ def read_run(folder: Path) -> tuple[dict[str, Any], Run]:
         raise ValueError(f"it has not come to the end of step {config['max_steps']}")
     if not rewards:
         raise ValueError("it has no step")
+    if accuracies[config["max_steps"]] is None:
+        raise ValueError("its last evaluation has no accuracy")
 
     environment = config.get("environment", {})
     command = environment.get("command") or [folder.name.split("-")[0]]
@@ -102,6 +104,13 @@ def read_run(folder: Path) -> tuple[dict[str, Any], Run]:
     config["completions_per_update"] = micro_batch * accumulated * processes
     config["updates_per_rollout"] = generated / accumulated
     return config, Run(rewards, accuracies[config["max_steps"]])
+
+
+def code_of(config: dict[str, Any]) -> str:
+    """Returns which script a run was of, and at which commit."""
+    environment = config.get("environment", {})
+    command = environment.get("command") or ["a script"]
+    return f"{command[0]} of commit {environment.get('commit')}"
 
 
 def differences(config: dict[str, Any], others: list[dict[str, Any]]) -> list[str]:
@@ -133,22 +142,29 @@ def groups_of(folders: list[Path]) -> dict[str, list[Run]]:
     configs: dict[str, dict[str, Any]] = {}
     runs: dict[str, list[Run]] = {}
     folders_of: dict[str, list[Path]] = {}
-    for folder in folders:
+    codes_of: dict[str, set[str]] = {}
+    for folder in {folder.resolve(): folder for folder in folders}.values():
         try:
             config, run = read_run(folder)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             note(folder, error)
             continue
+        code = code_of(config)
         config = {name: value for name, value in config.items() if name not in SAME_ANYWAY}
         key = json.dumps(config, sort_keys=True)
         configs[key] = config
         runs.setdefault(key, []).append(run)
         folders_of.setdefault(key, []).append(folder)
+        codes_of.setdefault(key, set()).add(code)
 
     groups: dict[str, list[Run]] = {}
     drawn = [folder for members in folders_of.values() for folder in members]
     for key, config in configs.items():
         label = folder_names(folders_of[key], drawn)
+        if len(codes_of[key]) > 1:
+            codes = ", ".join(sorted(codes_of[key]))
+            warning = f"{label} are drawn as one method, but their code differs: {codes}"
+            print(f"compare.py: {warning}", file=sys.stderr)
         telling = differences(config, list(configs.values()))
         if telling:
             label = f"{label}: {', '.join(telling)}"

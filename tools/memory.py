@@ -46,6 +46,10 @@ OVERHEAD = 0.6  # GiB of CUDA and its libraries
 SLACK = 1.05  # of the allocator
 CARDS = {8: 7.6, 12: 11.6, 16: 15.6, 24: 23.5, 80: 79.1}  # GB sold: GiB that CUDA sees
 GROUP = 8  # completions of a prompt
+SIZES_OF_A_RUN = (  # flags of the scripts that the options of this tool stand for
+    "max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "steps_per_generation", "num_generations", "rollout_weights",
+)  # fmt: skip
 
 
 # ---- Counting ------------------------------------------------------------------------------------
@@ -283,6 +287,13 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--completion_tokens", type=int, default=256)
     options = parser.parse_args(argv[:split])
     options.flags = argv[split + 1 :]
+    sizes = ("completions", "micro_batch", "prompt_tokens", "completion_tokens")
+    for name in sizes:
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    for word in options.flags:
+        if word.partition("=")[0].lstrip("-") in SIZES_OF_A_RUN:
+            parser.error(f"{word} has no effect here: give --{', --'.join(sizes)}")
     return options
 
 

@@ -112,6 +112,8 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="for the model and the data")
     folder = parser.parse_args().folder.expanduser()
+    if folder.exists() and not folder.is_dir():
+        parser.error(f"{folder} is a file: name a folder")
     folder.mkdir(parents=True, exist_ok=True)
     save_sums(folder / "sums.jsonl", {2: 180}, largest_number=3, largest_result=9)
     save_sums(folder / "sums-digits.jsonl", {2: 180})

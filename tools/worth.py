@@ -348,9 +348,12 @@ def as_adam_sees(gradients: np.ndarray) -> np.ndarray:
 def as_completions(adam: np.ndarray, half_adam: np.ndarray) -> np.ndarray:
     """Returns Adam's worths [D] on the scale on which half of the groups is worth 1/2.
 
-    `half_adam` [D] is what it is worth to Adam. Where that is 1 or more, nothing can be told apart,
-    and the result lies near 0 or is huge.
+    `half_adam` [D] is what it is worth to Adam. In a draw where that is 1 or more, nothing can be
+    told apart, and the result lies near 0 or is huge. If it is 1 or more in the first, which is the
+    estimate, all results are NaN.
     """
+    if half_adam[0] >= 0.99:
+        return np.full_like(adam, np.nan)
     power = math.log(0.5) / np.log(half_adam.clip(1e-12, 0.99))
     with np.errstate(over="ignore"):
         return (adam**power).clip(max=1e6)
@@ -358,6 +361,8 @@ def as_completions(adam: np.ndarray, half_adam: np.ndarray) -> np.ndarray:
 
 def with_interval(key: str, values: np.ndarray) -> dict[str, float]:
     """Returns a figure and the ends of its 95% interval, from the figure and its draws [1 + D]."""
+    if np.isnan(values[0]):
+        return {key: np.nan, f"{key}_low": np.nan, f"{key}_high": np.nan}
     low, high = np.nanpercentile(values[1:], [2.5, 97.5])
     return {key: values[0], f"{key}_low": low, f"{key}_high": high}
 
@@ -439,7 +444,7 @@ def shown_figure(row: dict[str, Any], key: str) -> str:
     cells = []
     for end in ("", "_low", "_high"):
         number = row[key + end]
-        has_signal = len(f"{number:.2f}") < 6
+        has_signal = math.isfinite(number) and len(f"{number:.2f}") < 6
         if key == "direction":
             number = min(number, 1.0)
         cells.append(f"{number:.2f}" if has_signal else "?")

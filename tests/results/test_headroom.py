@@ -42,6 +42,15 @@ def test_the_published_table_is_that_of_the_published_runs():
                 assert row[name] == str(value)
 
 
+def test_a_seed_whose_run_of_grpo_is_unfinished_is_left_out():
+    runs = study.read_csv(DATA / "runs.csv")
+    begun = [row for row in runs if (row["method"], row["rate"]) == (study.GRPO, study.RATE)]
+    last = [row for row in begun if row["seed"] == "1" and row["rollout"] == str(study.ROLLOUTS)]
+    assert len(last) == 1
+    runs.remove(last[0])
+    assert study.table_row(runs, "ARCA", study.RATE)["seeds"] == 7
+
+
 def as_shown(row: dict[str, str]) -> list[str]:
     """Returns a line of the table as the page has it. Few seeds have no interval."""
 

@@ -5,6 +5,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import learning_curves as study
 import numpy as np
@@ -177,7 +178,7 @@ def project(tmp_path, monkeypatch) -> Path:
     (tmp_path / "results/data/default_runs").mkdir(parents=True)
     (tmp_path / "runs").mkdir()
 
-    def run(command: list[str], **_: object) -> None:
+    def run(command: list[str], **_: object) -> SimpleNamespace:
         folder = Path(command[-1])
         folder.mkdir()
         phases = ["seconds_rollout", "seconds_score", "seconds_credit", "seconds_update"]
@@ -190,6 +191,7 @@ def project(tmp_path, monkeypatch) -> Path:
         (folder / "summary.json").write_text(json.dumps({"before": figures, "after": figures}))
         with (tmp_path / "commands.txt").open("a") as file:
             file.write(" ".join(command[3:]) + "\n")
+        return SimpleNamespace(returncode=int("--fails" in command))
 
     monkeypatch.setattr(study, "ROOT", tmp_path)
     monkeypatch.setattr(study, "DATA", tmp_path / "results/data")
@@ -213,6 +215,12 @@ def test_default_runs_print_and_write_only_when_told_to(project, monkeypatch, ca
         f"grpo_x.py {flags} --seed {s} --output_dir {project}/runs/{name}-{s}" for s in (1, 2, 3)
     ]
     assert list((project / "results/data/default_runs").iterdir()) == []
+
+    do(monkeypatch, f"--default_run grpo_x.py --seeds 1 2 3 4 -- {flags}")  # goes on with one more
+    assert "seed 3: sampled 0.800" in capsys.readouterr().out
+    assert len((project / "commands.txt").read_text().splitlines()) == 4
+    with pytest.raises(SystemExit, match="the run of seed 1 failed, see above"):
+        do(monkeypatch, "--default_run grpo_x.py --seeds 1 -- --fails")
 
 
 def test_what_is_written_of_default_runs_is_what_compare_draws(project, monkeypatch):

@@ -51,7 +51,7 @@ def test_planted_answers_are_found():
 
 def test_the_figures_are_kept_as_data(tmp_path, capsys):
     """Of every script and method a line, with all repeats."""
-    path, rows = tmp_path / "figures.jsonl", [{"step": torch.tensor(2.5)}, {"step": 3.0}]
+    path, rows = tmp_path / "new/figures.jsonl", [{"step": torch.tensor(2.5)}, {"step": 3.0}]
     bench.save(path, "grpo_arca", {"uniform": rows, "TRL": []})
     bench.save(path, "grpo_oar", {"oar_g": rows[1:]})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -217,8 +217,28 @@ def test_the_peak_on_a_cpu_is_what_was_used_since_the_last_look():
     assert abs(bench.peak_gib(device, before)) < 0.2
 
 
-@pytest.mark.parametrize("flag", ["--repeats=0", "--warmup=-1"])
+@pytest.mark.parametrize("flag", ["--repeats=0", "--warmup=-1", "--micro_batch=0"])
 def test_nothing_to_measure_is_refused(flag, capsys):
     with pytest.raises(SystemExit):
-        bench.parse_options(["grpo_arca", flag])
-    assert "--repeats must be at least 1" in capsys.readouterr().err
+        bench.parse_options(["grpo_arca", flag, "--completions=16"])
+    name = "--micro_batch" if "micro" in flag else "--repeats"
+    assert f"{name} must be at least 1" in capsys.readouterr().err
+
+
+def test_methods_get_the_same_random_rewards_in_a_repeat(monkeypatch):
+    """Whatever their order."""
+    given = []
+    grade = bench.RandomRewards.grade
+
+    def grade_and_note(self, *inputs):
+        given.append(grade(self, *inputs))
+        return given[-1]
+
+    monkeypatch.setattr(bench.RandomRewards, "grade", grade_and_note)
+    argv = ["grpo_arca", "--idle", "0.5", "--completions", "32", "--micro_batch", "16"]
+    options = bench.parse_options([*argv, "--completion_tokens", "8"])
+    prepared = bench.prepare(grpo_arca, ["uniform", "surprisal"], options)
+    for credit, repeat in (("uniform", 0), ("surprisal", 0), ("uniform", 1)):
+        bench.step(prepared, credit, repeat, 0.0)
+    first, second, third = given
+    assert first == second != third

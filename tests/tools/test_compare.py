@@ -27,7 +27,7 @@ def fake_run(
     out.mkdir(parents=True)
     config: dict = {"credit": credit, "seed": seed, "output_dir": str(out), "run_name": out.name}
     config |= {"max_steps": STEPS, "learning_rate": 0.004} | flags
-    config["environment"] = {"command": [f"/x/{script}.py", str(seed)], "commit": str(seed)}
+    config["environment"] = {"command": [f"/x/{script}.py", str(seed)], "commit": "a1"}
     rows: list[dict] = [{"step": 0, "eval": {"sampled_accuracy": 0.3}}]
     steps_done = range(1, steps + 1)
     rows += [{"step": step, "reward": 0.01 * step + 0.1 * seed} for step in steps_done]
@@ -78,6 +78,19 @@ def test_runs_that_differ_only_in_the_seed_are_one_group(tmp_path) -> None:
         assert [run.accuracy for run in members] == pytest.approx([0.6, 0.7, 0.8])
         assert [len(run.rewards) for run in members] == [STEPS] * 3
     assert groups[arca][1].rewards[:2] == pytest.approx([0.21, 0.22])
+
+
+def test_runs_of_other_code_are_one_group_with_a_warning(tmp_path, capsys) -> None:
+    """Every folder counts once, under whichever name."""
+    one = fake_run(tmp_path / "one", "grpo_arca", "arca", 1)
+    other = fake_run(tmp_path / "other", "grpo_arca", "arca", 2)
+    same = [one, tmp_path / "other/../one/grpo_arca-arca-1"]
+    assert [len(runs) for runs in compare.groups_of(same).values()] == [1]
+    assert capsys.readouterr().err == ""
+    change_config(other, environment={"command": ["/x/grpo_arca.py"], "commit": "b2"})
+    assert [len(runs) for runs in compare.groups_of([one, other]).values()] == [2]
+    said = capsys.readouterr().err
+    assert "drawn as one method, but their code differs: /x/grpo_arca.py of commit a1, " in said
 
 
 def test_a_label_is_the_folder_and_what_differs_and_nothing_else(tmp_path) -> None:

@@ -34,8 +34,10 @@ def parts(name: str, layers: int) -> tuple[int, int, int]:
     return linear, VOCABULARY * hidden * (2 - tied), layers * sum(a + b for a, b in sides)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["quantized", "dense"])
+SLOW = pytest.param("dense", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("weights", ["quantized", SLOW])
 def test_fake_tensors_count_what_real_ones_do(weights):
     """The tiny policy, whose data are really there."""
     config = AutoConfig.from_pretrained(TINY)
@@ -123,6 +125,20 @@ def test_a_training_step_takes_what_was_measured_on_a_gpu(monkeypatch):
     counted = memory.count(shape_config("1.7B"), asked())["update"]
     print(f"counted {counted:.2f} GiB, measured 6.2")
     assert counted == pytest.approx(6.2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--completions", "0"], "--completions must be at least 1"),
+        (["--", "--num_generations", "64"], "--num_generations has no effect here: give"),
+        (["--", "--max_completion_length=64"], "--max_completion_length=64 has no effect here"),
+    ],
+)
+def test_sizes_are_those_of_the_options(argv, words, capsys):
+    with pytest.raises(SystemExit):
+        memory.parse_options(argv)
+    assert words in capsys.readouterr().err
 
 
 def test_a_tensor_counts_once_and_until_it_is_gone():

@@ -330,11 +330,11 @@ def test_completions_put_the_control_at_one_half():
     assert worth.as_completions(half**2, half) == pytest.approx(0.25)  # as half of half
     assert worth.as_completions(1 / half, half) == pytest.approx(2)
     assert worth.as_completions(np.ones(3), half) == pytest.approx(1)
-    above = worth.as_completions(
-        np.array([1.1, 0.9]), np.array([1.2, 1.2])
-    )  # the control tells nothing
-    assert above[0] > 100 and above[1] < 0.01
-    assert worth.as_completions(np.array([1e12]), np.array([1.2])) == 1e6  # no overflow
+    halves = np.array([0.9, 1.2])  # the estimate, and one draw
+    assert worth.as_completions(np.full(2, 1e12), halves)[1] == 1e6  # no overflow
+    assert np.isnan(worth.as_completions(np.ones(2), halves[::-1])).all()  # it tells nothing
+    unknown = worth.with_interval("completions", np.full(3, np.nan))
+    assert worth.shown_figure(unknown, "completions") == "? (? - ?)"
 
 
 def even_gradients(count: int, seed: int = 3) -> dict[str, np.ndarray]:
