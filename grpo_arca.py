@@ -1830,6 +1830,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Keeps the docstring's layout, and shows both defaults where embedded policies differ."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
+        if action.option_strings[0] == f"--no_{action.dest}":
+            return f"the same as --{action.dest} False"
         if action.default in (None, ""):
             return action.help or ""  # which says what the default is
         text = super()._get_help_string(action) or ""

@@ -26,9 +26,9 @@ The matrix W is the method. Positions t and k count from 0:
 This is a RECONSTRUCTION of S-trace (arXiv 2605.05965). Only the paper's abstract is public to us.
 It says that P-trace is a critic-free eligibility trace, that S-trace masks its low-entropy tokens,
 and that GSPO is the case of uniform credit. Everything else is our choice: the kernel lambda^(t-k)
-(the same, to the bit, as the "recent" kernel of GRPO-lambda), the value of lambda, the quantile q
-and its scope, rows of W that do not sum to 1, and that a masked token keeps its own ratio. Each of
-them is a flag. In our choice the trace is also differentiable: even where all ratios are 1, the
+(the same, to the bit, as the "recent" kernel of GRPO-lambda) and, each by a flag, the value of
+lambda, the quantile q and its scope, rows of W that do not sum to 1, and that a masked token keeps
+its own ratio. In our choice the trace is also differentiable: even where all ratios are 1, the
 gradient of token k has the weight sum_{t>=k} W[t,k].
 
 How to read this file: begin with the flags and with the method, which stands between the CREDIT
@@ -1856,6 +1856,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Keeps the docstring's layout, and shows both defaults where embedded policies differ."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
+        if action.option_strings[0] == f"--no_{action.dest}":
+            return f"the same as --{action.dest} False"
         if action.default in (None, ""):
             return action.help or ""  # which says what the default is
         text = super()._get_help_string(action) or ""

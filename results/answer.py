@@ -216,36 +216,25 @@ def draw_differences(found: list[Study], rows: list[dict[str, Any]], path: Path)
     labels = [f"{name} (oracle)" if name == "least variance" else name for name in SHOWN]
     panels[0].set_yticks(range(len(SHOWN)), labels)
     panels[0].set_ylim(len(SHOWN) - 0.5, -0.5)
-    figure.supxlabel("held-out sampled accuracy at the end, over GRPO's", fontsize=10)
+    figure.supxlabel("difference from GRPO in held-out sampled accuracy at the end", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 # ---- What worth predicts -------------------------------------------------------------------------
-def completions_of(row: dict[str, str], half_adam: float) -> list[float]:
-    """Returns how many completions under GRPO one is worth, and the ends of its interval.
+def prediction_row(task: str, worth: dict[str, str], share: Sequence[float]) -> dict[str, Any]:
+    """Returns a line of prediction.csv. A share is a value and the ends of its interval.
 
-    It is Adam's worth, raised to the power that makes half of the groups worth a half.
+    The interval of the predicted share holds the uncertainty of the control, by which worth becomes
+    a number of completions.
     """
-    power = math.log(0.5) / math.log(half_adam)
-    return [float(row[f"adam{end}"]) ** power for end in ("", "_low", "_high")]
-
-
-def prediction_row(
-    task: str, worth: dict[str, str], half_adam: float, share: Sequence[float]
-) -> dict[str, Any]:
-    """Returns a line of prediction.csv. A share is a value and the ends of its interval."""
-    completions, fewest, most = completions_of(worth, half_adam)
+    ends = ("", "_low", "_high")
+    completions, fewest, most = (float(worth[f"completions{end}"]) for end in ends)
     row: dict[str, Any] = {"task": task, "method": LABELS.get(worth["method"], worth["method"])}
     row |= {f"adam{end}": float(worth[f"adam{end}"]) for end in ("", "_low", "_high")}
     row |= {"completions": completions, "predicted": 1 / completions}
     row |= {"predicted_low": 1 / most, "predicted_high": 1 / fewest}
     return row | dict(zip(("share", "share_low", "share_high"), share, strict=True))
-
-
-def adam_of_half(rows: list[dict[str, str]]) -> float:
-    """Returns Adam's worth of half of the groups, the control."""
-    return next(float(row["adam"]) for row in rows if row["method"] == "half of the groups")
 
 
 def prediction_rows() -> list[dict[str, Any]]:
@@ -260,7 +249,7 @@ def prediction_rows() -> list[dict[str, Any]]:
             continue
         row = trained[names[0]]
         share = [float(row[f"share_{key}"]) for key in ("of_rollouts", "low", "high")]
-        rows.append(prediction_row("sharpening", worth, adam_of_half(measured), share))
+        rows.append(prediction_row("sharpening", worth, share))
 
     at_rate = {row["method"]: row for row in read_csv(DATA / "headroom/table.csv")
                if row["rate"] == headroom.RATE}  # fmt: skip
@@ -270,7 +259,7 @@ def prediction_rows() -> list[dict[str, Any]]:
         if name in at_rate and name != GRPO:
             row = at_rate[name]
             share = [float(row[key]) for key in ("share", "share_low", "share_high")]
-            rows.append(prediction_row("wrong policy", worth, adam_of_half(measured), share))
+            rows.append(prediction_row("wrong policy", worth, share))
     return rows
 
 

@@ -357,12 +357,20 @@ def reference_curves(runs: list[dict[str, str]], method: str) -> dict[int, np.nd
     return {seed: curve for seed, curve in found.items() if len(curve) == 1 + ROLLOUTS // EVERY}
 
 
+def whole_pairs(runs: list[dict[str, str]], method: str, rate: str) -> list[int]:
+    """Returns the seeds on which a method and GRPO both have a whole run."""
+    own = stored_curves(runs, method, rate)
+    other = reference_curves(runs, method)
+    common_seeds = sorted(own.keys() & other.keys())
+    return [seed for seed in common_seeds if len(own[seed]) == len(other[seed])]
+
+
 def table_row(runs: list[dict[str, str]], method: str, rate: str) -> dict[str, Any]:
     """Returns a method's line of the table: its end, and what it has over GRPO."""
     own = stored_curves(runs, method, rate)
     other = reference_curves(runs, method)
     reached = sorted(own.keys() & other.keys())  # unfinished runs count for the share alone
-    seeds = [seed for seed in reached if len(own[seed]) == len(other[seed])]
+    seeds = whole_pairs(runs, method, rate)
     curves = np.array([own[seed] for seed in seeds])
     of_method = [row for row in runs if (row["method"], row["rate"]) == (method, rate)]
     paired = [row for row in of_method if int(row["seed"]) in seeds]
@@ -414,7 +422,7 @@ def tabulate() -> None:
         table_row(runs, method, rate)
         for rate in (RATE, *OTHER_RATES)
         for method in COMMANDS
-        if method != GRPO_WITH_KL and seed_differences(runs, method, rate)["end"].size > 0
+        if method != GRPO_WITH_KL and whole_pairs(runs, method, rate)
     ]
     write_table(rows, DATA / "table.csv")
     at_rate = [row for row in rows if row["rate"] == RATE]
@@ -430,8 +438,7 @@ def seed_differences(runs: list[dict[str, str]], method: str, rate: str) -> dict
     """Returns what each finished seed has over GRPO: by "area" and by "end"."""
     own = stored_curves(runs, method, rate)
     other = reference_curves(runs, method)
-    common_seeds = sorted(own.keys() & other.keys())
-    seeds = [seed for seed in common_seeds if len(own[seed]) == len(other[seed])]
+    seeds = whole_pairs(runs, method, rate)
     curves = np.array([own[seed] for seed in seeds])
     others = np.array([other[seed] for seed in seeds])
     return {"area": area(curves) - area(others), "end": curves[:, -1] - others[:, -1]}
@@ -468,9 +475,9 @@ def draw_controls(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: 
     right.axvline(BAR, color="#888888", linewidth=1, linestyle="--")
     right.set_yticks(range(len(rows)), [row["method"] for row in rows])
     right.set_ylim(len(rows) - 0.5, 0.5)
-    right.set_xlim(0, 1.25)
-    right.set_title("Share of GRPO's rollouts to reach GRPO's end (dashed: 0.8)", loc="left")
-    right.set_xlabel("with 95% interval over paired seeds; 1.2: not reached")
+    right.set_xlim(0, 1.3)
+    right.set_title("Share of GRPO's rollouts to reach GRPO's end", loc="left")
+    right.set_xlabel("bars: 95% intervals; dashed line: 0.8; at 1.2: not reached")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -506,11 +513,12 @@ def draw_methods(runs: list[dict[str, str]], rows: list[dict[str, Any]], path: P
             mean = row[f"{name}_more"]
             panel.plot(mean, place, "D", color=color, markersize=8, markeredgecolor="white")
         panel.axvline(0, color="black", linewidth=1)
-        panel.set_title(f"{title}, over GRPO's", loc="left")
-        panel.set_xlabel("sampled accuracy")
+        panel.set_title(f"{title}, less GRPO's", loc="left")
+        panel.set_xlabel("difference in sampled accuracy")
     labels = [f"{row['method']}, rate {row['rate']}" for row in shown]
     panels[0].set_yticks(range(len(shown)), labels)
     panels[0].set_ylim(len(shown) - 0.5, -0.5)
+    figure.supxlabel("Rows with four updates: less those of GRPO with four updates", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

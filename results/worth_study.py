@@ -44,6 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "results")]
 import numpy as np
 import torch
 import worth
+from learning_curves import LABELS
 from step_values import piece_of, read_rollout, step_advantages, step_values
 from torch import Tensor
 
@@ -337,6 +338,18 @@ def color_of(name: str) -> str:
     return "#888888" if name == NULL else "#0072B2"
 
 
+def name_on_the_page(name: str) -> str:
+    """Returns what results/README.md calls a row of the table."""
+    if name == NULL:
+        return "null: other problems"
+    if name.startswith("oracle"):
+        return name
+    method, _, part = name.partition(", ")
+    if part == "right alone":
+        return f"{LABELS[method]}, right answers only"
+    return LABELS.get(name, name)
+
+
 def draw_setting(axes: Any, rows: list[dict[str, Any]], names: list[str]) -> None:
     """Draws the worth of every method at one policy, raw and Adam's."""
     row_of = {row["method"]: row for row in rows}
@@ -356,7 +369,7 @@ def draw_setting(axes: Any, rows: list[dict[str, Any]], names: list[str]) -> Non
     axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["¼", "½", "1", "2", "4", "8"])
     axes.set_xlim(0.15, 9)
     axes.minorticks_off()
-    title = f"{rows[0]['setting']}\n{rows[0]['reward']:.0%} right"
+    title = f"{textwrap.fill(rows[0]['setting'], 28)}\n{rows[0]['reward']:.0%} right"
     axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -371,7 +384,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     titles = list(dict.fromkeys(row["setting"] for row in rows))
     of_last = {row["method"]: row["worth"] for row in rows if row["setting"] == titles[-1]}
-    methods = sorted({*METHODS, BASELINE} - {worth.UNIFORM}, key=of_last.__getitem__)
+    methods = sorted(of_last.keys() - {worth.UNIFORM, NULL, *ORACLES}, key=of_last.__getitem__)
     names = [NULL, *methods, *reversed(ORACLES)]
 
     columns = min(3, len(titles))
@@ -386,10 +399,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for axes, title in zip(panels.flat[: len(titles)], titles, strict=True):
         draw_setting(axes, [row for row in rows if row["setting"] == title], names)
     for axes in panels[:, 0]:
-        axes.set_yticks(range(len(names)), names, fontsize=9)
+        axes.set_yticks(range(len(names)), [name_on_the_page(name) for name in names], fontsize=9)
     meaning = (
-        "worth: how many completions under uniform credit (GRPO) one is worth, with 95% interval; "
-        "squares: as Adam scales gradients; "
+        "dots: worth, the signal-to-noise ratio of gradients over GRPO's, with 95% interval; "
+        "squares: Adam's worth; "
         "hollow: the mean gradient may be more than 25 degrees off the policy gradient"
     )
     figure.supxlabel(textwrap.fill(meaning, int(width * 14)), fontsize=9)

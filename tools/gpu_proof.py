@@ -1,4 +1,4 @@
-"""Measures all that only a GPU can prove or refute, by one command of half an hour.
+"""Measures all that only a GPU can prove or refute, by one command of about forty minutes.
 
     python tools/gpu_proof.py                       # what is not done yet, into runs/gpu_proof
     python tools/gpu_proof.py kill profile          # these parts alone, again

@@ -8,8 +8,9 @@ The model is SmolLM2-135M-Instruct, from that package's GGUF file, as a folder t
 same model, and without the package the command makes the data alone.
 
 The task is to add 1 to 3 to a digit, or to subtract it, twice, after three worked examples. Every
-step must be stated, and right: a solution of "7 + 4 - 4" is "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}".
-Harder are sums-digits.jsonl, with 1 to 9 twice, and sums-3.jsonl, with two and three operations.
+step must be stated, and right. The first example is 7 + 4 - 4, and its solution is
+"7 + 4 = 11. 11 - 4 = 7. \\boxed{7}". Harder are sums-digits.jsonl, with 1 to 9 twice, and
+sums-3.jsonl, with two and three operations.
 """
 
 import argparse

@@ -172,7 +172,8 @@ def page_sentences() -> list[str]:
         f"{float(twice['right answers only']['end']):.2f}",
         f"lambda 0.5 has {found(rows['S-trace, lambda 0.5'], 'area')} over GRPO in area, and "
         f"normalized rows have {found(rows['S-trace, normalized'], 'area')}",
-        f"it ends {found(rows[study.ARCA_LATER], 'end')} over GRPO",
+        f"Its end differs from GRPO's by {found(rows[study.ARCA_LATER], 'end')}, which",
+        f"This changes the area by {found(rows[study.NO_EMPTY_STEP], 'area')}, so",
         "its divergence from the base is {:.3f} nats a token, and GRPO's {:.3f},".format(
             *divergences
         ),

@@ -159,7 +159,7 @@ def answer_cells(method: str) -> list[str]:
     if method == "least variance":
         return ["oracle", *cells[1:], "not run", "not counted"]
     cells.append(learned(f"{SMOLLM2}_runs", "SmolLM2", on_smollm2[method]))
-    cells.append(ratio_of[credits[method]] if method in credits else "below 1")
+    cells.append(ratio_of[credits[method]] if method in credits else "1 or less")
     return cells
 
 
@@ -327,7 +327,8 @@ def completions_rows() -> list[str]:
     for row in table("answer/prediction"):
         cells = [row["task"], row["method"], interval(row, "adam"), plain(row["completions"], 2)]
         limits = f"{share(row['share_low'])} to {share(row['share_high'])}"
-        cells += [share(row["predicted"]), f"{share(row['share'])} ({limits})"]
+        predicted = f"{share(row['predicted_low'])} to {share(row['predicted_high'])}"
+        cells += [f"{share(row['predicted'])} ({predicted})", f"{share(row['share'])} ({limits})"]
         rows.append(line(*cells))
     return rows
 
@@ -597,13 +598,15 @@ def readme_sentences() -> list[str]:
         f"with OAR-G, and by {end_over_grpo('S-trace')} with S-trace;",
         f"at the end by {size_difference('16')} with 16 completions a rollout, and by "
         f"{size_difference('128')} with 128.",
-        f"reaches GRPO's end after {headroom_share('least variance')} of its rollouts",
-        f"It reached GRPO's end after {headroom_share('right answers only')} of its rollouts, and "
-        f"on sixteen seeds with four updates a rollout after {four_updates_share()}.",
-        f"ARCA ended {size(chains('arca'), 'end')} below GRPO.",
+        f"reaches the final accuracy of GRPO after {headroom_share('least variance')} of GRPO's "
+        f"rollouts",
+        f"It reached the final accuracy of GRPO after {headroom_share('right answers only')} of "
+        f"GRPO's rollouts, and on sixteen seeds with four updates a rollout after "
+        f"{four_updates_share()}.",
+        f"ARCA ended {size(chains('arca'), 'end')} below GRPO, at half of GRPO's learning rate.",
         f"it ends {right} above GRPO on sixteen seeds.",
         f"With SmolLM2, a real language model, {of_smollm2('right alone')} runs with this flag "
-        f"learned, and {of_smollm2('uniform (GRPO)')} of GRPO.",
+        f"learned, and {of_smollm2('uniform (GRPO)')} runs of GRPO.",
         f"Of runs with seeds 1 to {len(after)}, {of_smollm2('uniform (GRPO)')} learned: sampled "
         f"accuracy on 36 held-out problems was {percentages(before)} before training and "
         f"{percentages([end for end in after if end > LEARNED_ABOVE])} after it.",
@@ -621,14 +624,15 @@ def readme_sentences() -> list[str]:
 
 def marking_sentences() -> list[str]:
     """Returns how often the markers err, of as many right answers as wrong ones."""
-    ours, _, trl, library = table("marking/table")
+    ours, now, trl, library = table("marking/table")
     wrote = f"wrote {ours['right']} right and {ours['wrong']} wrong answers"
     return [
         wrote,
-        f"The rules missed {ours['missed']} of the right ones and paid {ours['paid']} of the wrong "
+        f"the rules missed {ours['missed']} of the right ones and paid {ours['paid']} of the wrong "
         f"ones. Math-verify with its defaults misses {library['missed']} and pays "
         f"{library['paid']}, and TRL's `accuracy_reward` misses {trl['missed']} and pays "
         f"{trl['paid']}",
+        f"and now {now['missed']} are missed.",
     ]
 
 
@@ -686,8 +690,6 @@ def results_sentences() -> list[str]:
     ranks = [row["rank"] for row in table("decisive_tokens/table") if row["credit"] == "oar_g"]
     grpo = plain(find("headroom/table", method="GRPO", rate="0.002")["end"])
     half = find("worth/8_operations_start", method="half of the groups")
-    right = find("worth/study_8_operations", method="right alone")
-    right_completions = float(right["adam"]) ** completions_power()
     return [
         f"{grpo} means that {100 * float(grpo):.1f}% of sampled answers are right.",
         f"A run *learned* if its sampled accuracy ended above {LEARNED_ABOVE}.",
@@ -696,8 +698,8 @@ def results_sentences() -> list[str]:
         f"{plain(long_policy['sampled_accuracy'])} at temperature 1.",
         f"anything from {low:.0%} to {high:.0%}.",
         holm_sentence(),
-        f"had equal rewards in {equal[0]} of their groups in the first five rollouts and in "
-        f"{equal[1]} in the last five, and those that learned in {equal[2]} and {equal[3]}.",
+        f"the share of such groups was {equal[0]} in the first five rollouts and {equal[1]} in the "
+        f"last five; in the runs that learned it was {equal[2]} and {equal[3]}.",
         f"at the end it is {entropies[0]} nats where a run failed, and {entropies[1]} where it "
         "learned.",
         f"its KL divergence from the base is {distances[0]} nats a token, and {distances[1]} where "
@@ -715,10 +717,8 @@ def results_sentences() -> list[str]:
         f"a direction of {plain(probability['direction'], 2)}: it points elsewhere",
         f"In Adam's worth it is: {interval(null, 'adam')}.",
         f"In plain worth it is not: {interval(null, 'worth')}.",
-        f"it is worth {interval(half, 'adam')} to Adam, because dividing",
-        f"to the power {completions_power():.2f}, which turns {plain(half['adam'], 2)} into a half",
-        f"With its worth of {plain(right['adam'], 2)} from the study above, it is "
-        f"{right_completions:.2f} completions and a share of {1 / right_completions:.2f}.",
+        f"its Adam's worth is {interval(half, 'adam')} and not a half, because Adam shrinks",
+        f"The power {completions_power():.2f} turns {plain(half['adam'], 2)} into a half, so",
         f"ARCA is worth {interval(arca, 'adam')}, less than GRPO, and",
         f"S-trace {interval(trace, 'adam')}, which cannot be told from it.",
         f"with an AUROC of {auroc}. Its gradient",
