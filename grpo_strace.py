@@ -522,11 +522,9 @@ def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, ba
         saves_at_the_end = is_finished and run.step > 0 and args.save_steps > 0
         if is_interrupted or has_diverged or saves_at_the_end or run.is_due(args.save_steps):
             save_checkpoint(run, best_step(log.rows))
-            run.accelerator.wait_for_everyone()
         if has_diverged:
-            skipped = f"{MAX_SKIPPED_UPDATES} updates in a row"
             advice = "lower --learning_rate, or look for NaN in rewards and scores"
-            fail(f"loss or gradient was not finite in {skipped}: {advice}")
+            fail(f"loss or gradient not finite in {MAX_SKIPPED_UPDATES} updates in a row: {advice}")
         if is_interrupted:
             return False
 
@@ -545,15 +543,8 @@ def train(run: Run, train_set: ProblemSet, held_out: ProblemSet, log: RunLog, ba
         # Collect a rollout and score its tokens.
         metrics: dict[str, float] = {}
         is_last_rollout = run.step + args.updates_per_rollout >= args.max_steps
-        try:
-            updates = scored_rollout(
-                run, train_set, metrics, for_report=evaluates or is_last_rollout
-            )
-        except BaseException:  # such as that of a reward function; no update is lost
-            if run.step > 0:
-                with contextlib.suppress(OSError):
-                    save_checkpoint(run, best_step(log.rows))
-            raise
+        with saved_on_error(run, log):
+            updates = scored_rollout(run, train_set, metrics, evaluates or is_last_rollout)
         bar.set_postfix(reward=f"{metrics['reward']:.2f}")
 
         # Update the policy.
@@ -1600,19 +1591,43 @@ def checkpoints(output_dir: str) -> list[Path]:
 
 
 def save_checkpoint(run: Run, best: int | None) -> None:
+    """Has the main process save a checkpoint, and waits for it. See `save_on_this_process`."""
+    if run.accelerator.is_main_process:
+        save_on_this_process(run, best)
+    run.accelerator.wait_for_everyone()
+
+
+def save_on_this_process(run: Run, best: int | None) -> None:
     """Saves <output_dir>/checkpoint-<step>, and deletes the oldest beyond --save_total_limit.
 
     The one whose evaluation was the best, at the step `best`, is kept and not counted.
     """
     args = run.args
     folder = Path(args.output_dir) / f"checkpoint-{run.step}"
-    if run.accelerator.is_main_process and not folder.exists():
-        partial = folder.with_name("partial-checkpoint")
-        write_checkpoint(run, folder, partial)
-        if args.save_total_limit is not None:
-            others = [f for f in checkpoints(args.output_dir) if f.name != f"checkpoint-{best}"]
-            for old in others[: -args.save_total_limit]:
-                shutil.rmtree(old.rename(partial))  # half a folder must not look like a whole one
+    if folder.exists():
+        return
+    partial = folder.with_name("partial-checkpoint")
+    write_checkpoint(run, folder, partial)
+    if args.save_total_limit is not None:
+        others = [f for f in checkpoints(args.output_dir) if f.name != f"checkpoint-{best}"]
+        for old in others[: -args.save_total_limit]:
+            shutil.rmtree(old.rename(partial))  # half a folder must not look like a whole one
+
+
+@contextlib.contextmanager
+def saved_on_error(run: Run, log: RunLog) -> Iterator[None]:
+    """Saves a checkpoint if the `with` block fails, as where a reward function raises.
+
+    So no update is lost. The block must not change what a checkpoint holds. Nobody waits for the
+    other processes, because the error may be one process's own.
+    """
+    try:
+        yield
+    except BaseException:
+        if run.step > 0 and run.accelerator.is_main_process:
+            with contextlib.suppress(OSError):
+                save_on_this_process(run, best_step(log.rows))
+        raise
 
 
 def write_checkpoint(run: Run, folder: Path, partial: Path) -> None:
