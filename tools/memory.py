@@ -292,7 +292,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
     for word in options.flags:
-        if word.partition("=")[0].lstrip("-") in SIZES_OF_A_RUN:
+        if word.partition("=")[0].lstrip("-").replace("-", "_") in SIZES_OF_A_RUN:
             parser.error(f"{word} has no effect here: give --{', --'.join(sizes)}")
     return options
 

@@ -132,7 +132,7 @@ def test_a_training_step_takes_what_was_measured_on_a_gpu(monkeypatch):
     [
         (["--completions", "0"], "--completions must be at least 1"),
         (["--", "--num_generations", "64"], "--num_generations has no effect here: give"),
-        (["--", "--max_completion_length=64"], "--max_completion_length=64 has no effect here"),
+        (["--", "--max-completion-length=64"], "--max-completion-length=64 has no effect here"),
     ],
 )
 def test_sizes_are_those_of_the_options(argv, words, capsys):
