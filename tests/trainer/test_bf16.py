@@ -186,5 +186,5 @@ def test_the_default_run_learns_in_bf16(run_main, tmp_path):
     (tmp_path / "out").rename(tmp_path / "whole")
     flags["resume_from_checkpoint"] = tmp_path / "whole/checkpoint-40"
     assert run_main(**flags)[0] == 0
-    losses = [row["loss"] for row in rows if "loss" in row and row["step"] > 40]
-    assert [row["loss"] for row in logged() if "loss" in row] == losses
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert [row["loss"] for row in logged() if "loss" in row] == losses  # the log goes on, too
