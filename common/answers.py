@@ -1,434 +1,439 @@
-r"""Final answers as text: where the last \boxed{...} stands, and what in it does not count.
+r"""Is a final answer right? Rules on its text, and math-verify, which this file runs as a worker.
 
-Both the answer of a completion and the gold answer are made `tidy` before they are compared. That
-rewrites what math-verify would misread. units.py then compares their units and takes them off.
-`quick_verdict` settles the pairs that need no evaluation; grading_worker.py evaluates the others.
-
-Every regular expression has a comment that says by an example what it is for.
+`settle` decides most answers by their text: equal texts, numbers, words and units. What it leaves
+are pairs for math-verify. reward.py sends them to a process that runs this file, because a short
+answer can keep sympy busy forever, and only killing a process stops it.
 """
 
-# ruff: noqa: RUF001  (characters that look like others are what `CHARACTERS` is about)
+# ruff: noqa: RUF001, RUF002  (characters that look like others are what `CHARACTERS` is about)
+
 from __future__ import annotations
 
-import calendar
+import contextlib
 import functools
+import json
+import math
+import os
 import re
-from collections.abc import Callable
+import resource
+import signal
+import sys
+import unicodedata
+from fractions import Fraction
+from operator import itemgetter
 
-from common.units import stem, values_to_compare
+MAX_CHARS = 500  # a longer answer is compared as a text only; MATH-500's longest has 53
+MEMORY_BYTES = 2 << 30  # of a worker's address space
+CPU_SECONDS = 2.0  # for a pair; not by the clock, so that a busy machine changes no verdict
 
-MAX_CHARS = 500  # a longer box or gold is compared as a string only; MATH-500's longest is 53
+Pair = tuple[str, str]  # (answer, gold answer), for math-verify
 
 # ---- Boxes ---------------------------------------------------------------------------------------
-BOX_OR_BRACE = re.compile(
-    r"(?P<box>\\\\?boxed\s*\{)"  # \boxed{ or, escaped by the model as in JSON, \\boxed{
-    r"|\\."  # an escaped character: the braces of the set \{1, 2\} group nothing
-    r"|(?P<open>\{)|(?P<close>\})",  # those of \frac{1}{2} do
-    re.DOTALL,
+BOX_OR_BRACE = re.compile(r"(?P<box>\\\\?boxed\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+# What may stand between two boxes of one list: `}$ or $x = \\boxed`
+JOINT = re.compile(
+    r"(?=[^=]*(?:[,;]|and|or))(?:[\s$,;~]|\\[,;:! ]|\\q?quad|\band\b|\bor\b"
+    r"|\\(?:text|mbox)[a-z]* ?\{[ ,]*(?:and|or) *\})*(?:[a-zA-Z](?:_\{?\w+\}?)? *= *)?"
 )
+
+
+def box_spans(text: str) -> list[tuple[int, int, int]]:
+    r"""Returns where each complete \boxed{...} starts, and where its content begins and ends.
+
+    They are in the order in which their contents begin.
+    """
+    spans = []
+    opened: list[tuple[int, int]] = []  # the groups that are open; -1 for one that is no box
+    for token in BOX_OR_BRACE.finditer(text):
+        if token["box"]:
+            opened.append((token.start(), token.end()))
+        elif token["open"]:
+            opened.append((-1, -1))
+        elif token["close"] and opened:
+            start, begin = opened.pop()
+            if begin >= 0:
+                spans.append((start, begin, token.start()))
+    return sorted(spans, key=itemgetter(1))
 
 
 def boxed_span(text: str) -> tuple[int, int] | None:
-    r"""Returns where the content of the last complete \boxed{...} begins and ends, or None.
-
-    The last box is the one that begins last, so of nested boxes it is the inner one. A box whose
-    brace is never closed is no box. The text is read once, so the time is linear in its length.
-    """
-    first_box = text.find("\\boxed")
-    if first_box < 0:
-        return None
-
-    last_span: tuple[int, int] | None = None
-    open_groups: list[int | None] = []  # where the content of an open box begins; None: no box
-    for token in BOX_OR_BRACE.finditer(text, first_box):
-        if token.lastgroup == "box":
-            open_groups.append(token.end())
-        elif token.lastgroup == "open":
-            open_groups.append(None)
-        elif token.lastgroup == "close" and open_groups:
-            begin = open_groups.pop()
-            if begin is not None and (last_span is None or begin > last_span[0]):
-                last_span = (begin, token.start())
-    return last_span
+    r"""Returns where the content of the last complete \boxed{...} begins and ends, or None."""
+    spans = box_spans(text)
+    return spans[-1][1:] if spans else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last complete \boxed{...}, or None."""
-    span = boxed_span(text)
-    if span is None:
+    r"""Returns the content of the last complete \boxed{...}, or None.
+
+    Boxes that a comma, "and" or "or" joins to it are one list with it, but for a number that is
+    written in two ways.
+    """
+    spans = box_spans(text)
+    if not spans:
         return None
-    begin, end = span
-    return text[begin:end]
+    last_start, begin, end = spans[-1]
+    contents = [text[begin:end]]
+    for start, begin, end in reversed(spans[:-1]):
+        if JOINT.fullmatch(text, end + 1, last_start) is None:
+            break
+        last_start = start
+        contents.insert(0, text[begin:end])
+    distinct = {number(tidy(content)) or content: content for content in contents}
+    return ", ".join(distinct.values())
 
 
-# ---- What `tidy` rewrites ------------------------------------------------------------------------
-# Space in LaTeX: 12~cm, 12\,cm.
-GAP = r"(?:[\s~]|\\[,;:! ])"
-# Characters that LaTeX has commands for.
+# ---- One way of writing --------------------------------------------------------------------------
 CHARACTERS = str.maketrans(
     {
-        "−": "-", "–": "-", "×": r"\times ", "÷": r"\div ", "⋅": r"\cdot ", "π": r"\pi ",
-        "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ",
-        "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "⁄": "/", "∶": ":",
-        "·": r"\cdot ", "⩽": r"\le ", "⩾": r"\ge ",
-        "％": r"\%", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
-        "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}",
-        "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}", "⅚": r"\frac{5}{6}",
-        "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+        "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ",
+        "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ",
+        "∅": r"\emptyset ", "°": r"^\circ ", "~": " ", "。": ".", "⁄": "/", "`": "",
     }
-    | {chr(0x2080 + digit): f"_{digit}" for digit in range(10)}  # lowered ones: x₁
+    | {raised: f"^{digit}" for digit, raised in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
+    | {lowered: f"_{digit}" for digit, lowered in enumerate("₀₁₂₃₄₅₆₇₈₉")}
 )  # fmt: skip
-# Raised digits: x², 10⁻⁴.
-RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
-LOWERED = str.maketrans(RAISED, "0123456789-")
-# What follows the sign of a root: √2, 3√15, √(x+1).
-RADICAND = r" ?(\d+(?:\.\d+)?|[a-z]|\([^()]*\)|\{[^{}]*\})"
-# Spaces that have names: 10\thinspace000.
-NAMED_SPACE = r"\\(?:thin|med|thick|en)space(?![a-zA-Z])"
-# Scientific notation: 3e8, 3E-4, but not the number 1E3_{16} in another base.
-EXPONENT = r"(?<=\d)[eE]([+-]?\d{1,3})(?![\w.])"
-# A letter x for a sign: 3 x 10^8, 3\text{ x }10^8.
-LETTER_FOR_TIMES = r"(?<=\d) ?(?:[xX]|\\text ?\{ ?x ?\}) ?(?=10\s?\^)"
-# A ratio or a time: 3{:}2, 3 : 2, 10\!:\!30, 3\text{ to }2.
-COLON = (
-    rf"{GAP}*(?:\{{:\}}|(?<!\\):|\\colon(?![a-zA-Z])){GAP}*"
-    r"|(?<=[0-9)}]) ?(?:to|\\text ?\{ ?(?:to|:) ?\}) ?(?=[0-9(\\])"
-)
-# Half of a day: 7\text{ p.m.}, 7 PM.
-HALF_OF_DAY = r"(?<=[0-9]) ?(?:\\text ?\{ ?)?([apAP])\.? ?[mM]\b\.?(?: ?\})?"
-# What makes a number an ordinal: 5th, 5^{th}, 5\text{th}, 5^{\text{th}}.
-ORDINAL = r"(?:st|nd|rd|th)"
-ORDINAL_TEXT = rf"\\(?:text|math|mbox)[a-z]* ?\{{ ?{ORDINAL} ?\}}"
-ORDINAL_END = (
-    rf"(?<=[0-9])(?:{ORDINAL}(?![a-zA-Z])"
-    rf"| ?\^? ?(?:\{{ ?{ORDINAL} ?\}}|{ORDINAL_TEXT}|\{{ ?{ORDINAL_TEXT} ?\}}))"
-)
-# What only says that something was added up: 72\text{ in total}, 72 altogether.
-IN_TOTAL = r"(?<=[0-9]) ?(?:\\text ?\{)? ?(?:in total|in all|total|altogether) ?\}?$"
-# The name of a point before its coordinates: P(2,-1).
-NAME_OF_POINT = r"^[A-Z] ?(?=(?:\\left ?)?\([^()]*,[^()]*\)$)"
-# An empty set in words: \text{no solution}, \text{No real solutions}.
-NO_SOLUTION = r"^(?:\\text ?\{)? ?[nN]o (?:real )?solutions? ?\}?$"
-# Currencies whose signs have names: \pounds 12.
-POUNDS = r"\\(?:pounds|textsterling)(?![a-zA-Z])"
-EUROS = r"\\(?:text)?euro(?![a-zA-Z])"
-YEN = r"\\(?:text)?yen(?![a-zA-Z])"
-# A fraction of units: \frac{\text{km}}{\text{h}}.
-UNIT_IN_FRACTION = r" ?\{\\(?:text|math)[a-z]* ?\{([^{}]*)\}\}"
-FRACTION_OF_UNITS = rf"\\[dt]?frac{UNIT_IN_FRACTION}{UNIT_IN_FRACTION}"
-# A text around all of an answer that holds a digit: \text{12 cm}, \mathbf{12}.
-TEXT_AROUND_ALL = r"^\\(?:text|mbox|math|boldsymbol)[a-z]* ?\{([^{}]*[0-9][^{}]*)\}$"
-# A letter in a font of its own: 2\mathrm{i}, 2\mathrm i, \mathbf{x}.
-LETTER_IN_FONT = re.compile(
-    r"\\(?:math[a-z]+|boldsymbol|bm)(?: ?\{ ?([A-Za-z]) ?\}| ([A-Za-z])(?![A-Za-z]))"
-)
-# An imaginary part that math-verify does not take for the one of 2i: 2 i, 2\,i, 2\cdot i.
-SPACE_BEFORE_I = re.compile(rf"(?<=[0-9])(?:{GAP}|\\cdot(?![a-zA-Z]))+i(?![a-zA-Z])")
-# The name of one of several solutions: the x_1 of x_1=3, x_2=-5.
-NUMBERED_NAME = re.compile(r"\b([a-z])_(?:[0-9]|\{[0-9]\})")
-# A function in a font of its own: \mathrm{cos}, \operatorname{ln}.
-FUNCTION_IN_FONT = (
-    r"\\(?:mathrm|text|operatorname) ?\{ ?((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp) ?\}"
-)
-# What may surround an answer without being part of it: "$ 7 $", "\approx 7", "7.". Math-verify
-# fails on a full stop in the box.
-EDGES = (
-    rf"^(?:{GAP}|[$≈]|\\(?:approx|displaystyle)(?![a-zA-Z]))+"  # at the beginning
-    rf"|(?:{GAP}|(?<!\\)[$.])+$"  # at the end; \$ is a dollar sign and stays
-    r"|\.(?= ?\}$)"  # at the end of a text: \text{C.}
-)
-# What is a space to a reader: "40  2", "40~2", "40\text{ }2", "40$2", "5'10". Math-verify fails on
-# two spaces and drops the others, so that 5'10 would be 510.
-SPACES = r"[\s~]+|\\text\s*\{\s*\}|(?<=[0-9])(?:\\?\$|['\"]+)(?=[0-9])"
-# The name of a set before it: x \in (0,1), x \in \{1, 2\}, x \in \mathbb{R}.
-NAME_OF_SET = r"^[a-zA-Z] ?\\in ?(?=(?:\\left ?)?(?:[(\[]|\\\{)|\\mathbb)"
-# All real numbers: \mathbb{R}, \mathbb R \setminus \{3\}, \text{all real numbers}.
-REALS = r"\\mathbb ?(?:\{ ?R ?\}|R)"
-ALL_REALS = (
-    rf"^(?:{REALS}(?=$| ?\\(?:setminus|backslash))"
-    r"|(?:\\text ?\{ ?)?[aA]ll real(?:s| numbers| values of [a-z]) ?\}?$)"
-)
-# A set by its condition: \{x : x<3\}, \{x \in \mathbb{R} \mid x<3\}.
-SET_BUILDER = (
-    rf"^(?:\\left ?)?\\\{{ ?[a-z](?: ?\\in ?{REALS})? ?(?::|\\mid(?![a-zA-Z])|\|) ?"
-    r"([^{}]*(?:[<>]|\\[lgn]e)[^{}]*?) ?(?:\\right ?)?\\\}$"
-)
-# The gap between two rows of a matrix: 1 \\\\[4pt] 2.
-ROW_GAP = r"\\\\ ?\[ ?-?[0-9.]+ ?[a-z]{2} ?\]"
-# What joins two answers: 4 \lor 7, 4 \text{ or } 7, 4 \text{ and } 7.
-JOINING_WORD = r",? ?\\(?:(?:lor|vee)(?![a-zA-Z])|text ?\{ ?(?:and|or) ?\})"
-# What joins two inequalities that must both hold: x>-2 \text{ and } x<5.
-AND_OF_INEQUALITIES = r",? ?\\text ?\{ ?and ?\}(?=.*(?:[<>]|\\[lg]e))"
-# A list of letters, as the answer to a multiple choice: \text{A, D}.
-LETTERS = r"\\text ?\{((?:[A-Z], ?)+[A-Z])\}"
-# What separates thousands: 1 000, 1\,000, 11,\!111, 1{,}000, 1,000. A comma does so only where no
-# bracket follows: (1,200) is a pair.
-THOUSANDS_BREAK = r"(?: |,?\\!|\\[,;: ])+|\{,\}|,(?!.*(?:[)\]]|\\\}))"
-# A number with them: 1,200.50, but not the 1 200 in 0.1 200.
-THOUSANDS = rf"(?<![\d.^_])[1-9]\d?\d?(?:(?:{THOUSANDS_BREAK})\d{{3}})+(?!\d)"
-# A mixed fraction: 2 1/2, 2\,1/2.
-MIXED_FRACTION = r"(?<![\d.^_/])(\d+)(?: |\\[,;: ])+(\d+) ?/ ?(\d+)(?![\d.])"
-# A product without a sign: (a+5)(b+2), \left(a\right)\left(b\right).
-BRACKETS_SIDE_BY_SIDE = r"\) ?(\\left)? ?\("
-# A decimal that repeats: 0.\overline{3}, 2.1\bar{6}.
-REPEATING_DECIMAL = r"(\.\d*) ?\\(?:overline|bar) ?\{(\d{1,9})\}"
 
 
-def digits_only(thousands: re.Match[str]) -> str:
-    """Returns the number without what separates its thousands."""
-    return re.sub(r"\D", "", thousands[0])
+def plain_characters(text: str) -> str:
+    """Returns a text with one character where Unicode has many: ７ and ٧ are 7, – and − are -."""
+    text = re.sub(r"(?=[¼½¾⅐-⅞])", " ", text).translate(CHARACTERS)
+    characters = []
+    for character in unicodedata.normalize("NFKC", text):
+        if character.isdecimal():
+            character = str(int(character))
+        elif unicodedata.category(character) == "Pd" or character == "−":
+            character = "-"
+        if unicodedata.category(character) != "Cf":  # such as a space of no width
+            characters.append(character)
+    return "".join(characters).translate(CHARACTERS)
 
 
-def many_decimals(repeating: re.Match[str]) -> str:
-    """Returns the decimals with the repeating ones written out to 15 places."""
-    decimals = repeating[1]
-    repeated = repeating[2] * 15
-    return decimals + repeated[:15]
+REWRITES = [
+    (r"\*\*(.*?)\*\*", r"\1"),  # bold in Markdown
+    (r"(?<![\\a-zA-Z])(pi|sqrt|exp)(?![a-zA-Z])", r"\\\1 "),
+    (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\\exp ?\(([^()]*)\)", r"e^{\1}"),
+    # 1,000 1{,}000 1\,000, but neither (1,000) nor 1, 000
+    (r"(?<=\d)(?:,| |\{,\}|,?\\[!,;: ] ?|\\thinspace *)(?=\d{3}(?!\d))"
+     r"(?![^(\[]*(?:[)\]]|\\\}))", ""),
+    (r"\\\\ ?\[[^\]]*\]", r"\\\\"),  # the gap between two rows: \\[4pt]
+    (r"\\(?:left|right|displaystyle|q?quad)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|(?<!\\)\$|\s+", " "),
+    (r"\\[dt](frac|binom)", r"\\\1"),
+    (r"\\frac *(\d) *(\d)", r"\\frac{\1}{\2}"),
+    (r"(?<![\d.}])(-?\d+) ?/ ?(-?\d+)", r"\\frac{\1}{\2}"),
+    (r"\{[bB]matrix\}", "{pmatrix}"),
+    (r"\\mathbb ?(?:\{R\}|R)$", r"(-\\infty,\\infty)"),
+    (r"\\(?:varnothing|\{ ?\\\})|(?:\\text ?\{)? ?[nN]o (?:real )?solutions? ?\}?$", r"\\emptyset"),
+    (r"\^? ?(?:\\degree(?![a-z])|\{? ?\\circ ?\}?)", r"\\text{ degree }"),
+    (r"\\?%", r"\\text{ percent }"),
+    (r"\{([,:])\}", r"\1"),  # 3{:}45
+    (r"√ ?(\d+|\([^()]*\)|[a-z])", r"\\sqrt{\1}"),
+    (r"\b([apAP])\.? ?[mM]\b\.?", r"\1m"),  # 4:30 p.m.
+    (r"(?<=\d)(?: ?\^ ?\{? ?\\text ?\{)? ?(?:st|nd|rd|th)\b(?: ?\}){0,2}", ""),
+    (r"(\.\d*) ?\\overline ?\{(\d{1,6})\}", r"\1" + 15 * r"\2"),
+    (r"\\text ?\{ ?and ?\}(?=.*(?:[<>]|\\[lg]e))", r"\\land "),  # math-verify does not read it
+    (r",? ?(?:\\(?:lor|vee)(?![a-z])|\\(?:text|mbox) ?\{ ?(?:or|and) ?\}|\b(?:or|and)\b)", ","),
+    (r"\\\{ ?[a-z](?: ?\\in ?\\mathbb ?\{?R\}?)? ?(?::|\\mid|\|)([^{}]*)\\\}", r"\1"),
+    (r"^ ?[a-zA-Z] ?\\in ?(?=[(\[\\])", ""),  # x \in (1,2)
+    (r"^[A-Z] ?(?=\([^()]*,[^()]*\)$)", ""),  # P(2,-1)
+    (r"\\(?:math|text|bold)[a-z]* ?\{ ?([^\WmghsLCF_]) ?\}", r" \1 "),  # 2\mathrm{i}
+    (r"(?<=[\d}])(?: |\\cdot)+i(?![a-z])", "i"),
+    (r"(\\sqrt ?\{[^{}]*\})i(?![a-z])", r"i\1"),
+    (r"(\\(?:text|mbox|math)[a-z]* ?\{[^{}]*)\} ?\^ ?\{?([23])\}?", r"\1^\2}"),  # \text{cm}^2
+    (r"(?<=[\d}]) *\\approx.*", ""),  # \frac{1}{3} \approx 0.333
+    (r"^[ =]*(?:\\approx)? *|[ .,]+$|\.(?= ?\}$)", ""),
+]  # fmt: skip
 
 
-def as_power(raised: re.Match[str]) -> str:
-    """Returns raised digits as a power: ^{-4} for ⁻⁴."""
-    return "^{" + raised[0].translate(LOWERED) + "}"
-
-
-def half_of_day(match: re.Match[str]) -> str:
-    """Returns am or pm after a space."""
-    return f" {match[1].lower()}m"
-
-
-REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(f"[{RAISED}]+"), as_power),
-    (re.compile(f"√{RADICAND}"), r"\\sqrt{\1}"),
-    (re.compile(f"∛{RADICAND}"), r"\\sqrt[3]{\1}"),
-    (re.compile(NAMED_SPACE), r"\\,"),
-    (re.compile(r"\\degree(?![a-zA-Z])"), r"^\\circ "),
-    (re.compile(EDGES), ""),
-    (re.compile(SPACES), " "),
-    (re.compile(TEXT_AROUND_ALL), r"\1"),
-    (re.compile(ORDINAL_END), ""),
-    (re.compile(IN_TOTAL), ""),
-    (re.compile(NAME_OF_POINT), ""),
-    (re.compile(NO_SOLUTION), r"\\emptyset"),
-    (re.compile(ROW_GAP), r"\\\\ "),
-    (re.compile(r"(?:\\left ?)?\\langle(?![a-zA-Z])"), "("),
-    (re.compile(r"(?:\\right ?)?\\rangle(?![a-zA-Z])"), ")"),
-    (re.compile(r"\\backslash(?= ?(?:\\left ?)?\\\{)"), r"\\setminus "),
-    (re.compile(NAME_OF_SET), ""),
-    (re.compile(ALL_REALS), r"(-\\infty,\\infty)"),
-    (re.compile(SET_BUILDER), r"\1"),
-    (re.compile(POUNDS), "£"),
-    (re.compile(EUROS), "€"),
-    (re.compile(YEN), "¥"),
-    (re.compile(FUNCTION_IN_FONT), r"\\\1 "),
-    (re.compile(FRACTION_OF_UNITS), r"\\text{ \1/\2}"),
-    (re.compile(COLON), ":"),
-    (re.compile(HALF_OF_DAY), half_of_day),
-    (re.compile(LETTER_FOR_TIMES), r"\\times "),
-    (re.compile(EXPONENT), r"\\cdot10^{\1}"),
-    (re.compile(AND_OF_INEQUALITIES), r"\\land "),
-    (re.compile(JOINING_WORD), ", "),
-    (re.compile(LETTERS), r"\1"),
-    (re.compile(r"\\varnothing"), r"\\emptyset"),
-    (re.compile(THOUSANDS), digits_only),
-    (re.compile(MIXED_FRACTION), r"\1\\frac{\2}{\3}"),
-    (re.compile(BRACKETS_SIDE_BY_SIDE), r")\\cdot\1("),
-    (re.compile(REPEATING_DECIMAL), many_decimals),
-]
-
-
+@functools.lru_cache(maxsize=4096)  # a group often gives the same answer
 def tidy(text: str) -> str:
-    """Returns an answer without what does not count, and with what math-verify misreads rewritten.
-
-    So 7. becomes 7, and 2 1/2 becomes 2\\frac{1}{2}. The order of the rewrites matters.
-    """
-    if len(text) > MAX_CHARS or text.isdecimal():
-        return text.strip()
-    text = text.translate(CHARACTERS)
+    """Returns an answer in one of the many ways to write it: 1/2 as a fraction, 1,000 as 1000."""
+    text = plain_characters(text)
     for pattern, replacement in REWRITES:
-        text = pattern.sub(replacement, text)
-    return text
+        text = re.sub(pattern, replacement, text)
+    return text.strip()
 
 
-# ---- Pairs ---------------------------------------------------------------------------------------
-Pair = tuple[str, str]  # (answer, gold answer), both tidy and without their units
+def compact(text: str) -> str:
+    """Returns a formula without spaces and sizes."""
+    text = re.sub(r"\\(?:left|right)(?![a-z])|\\[!,;: ]|\s+", "", text)
+    return re.sub(r"\\[dt](frac|binom)", r"\\\1", text)
 
-# The formulas of a problem: $x^2$, \[x^2\], \(x^2\). Their length is limited, so that the time is
-# linear.
-FORMULA = re.compile(
-    r"\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$]{1,500})\$|\\\[(.{1,500}?)\\\]|\\\((.{1,500}?)\\\)"
-    r"|\\begin\{align\*?\}(.{1,500}?)\\end\{",
-    re.DOTALL,
+
+# ---- Words and units -----------------------------------------------------------------------------
+UNITS = """
+    mm millimeter, cm centimeter centimetre, m meter metre, km kilometer kilometre, inch in,
+    foot feet ft, yard yd, mile mi, ml milliliter, liter litre l, gallon gal, cup, g gram,
+    kg kilogram, pound lb £, ounce oz, second s sec, minute min, hour h hr, day, week, month,
+    year yr, dollar $ usd, cent ¢, euro €, degree, radian rad, celsius c, fahrenheit f, unit,
+    ^2 square sq, ^3 cubic cu, percent percentage
+"""
+SCALES = {
+    "percent": Fraction(1, 100), "dozen": Fraction(12), "hundred": Fraction(100),
+    "thousand": Fraction(1000), "million": Fraction(10**6), "billion": Fraction(10**9),
+}  # fmt: skip
+LINKING_WORDS = ("a", "an", "the", "of", "per", "each", "in")
+TEXT = re.compile(r"\\(?:text|mbox|math|operatorname)[a-z]* ?\{([^{}]*)\}")
+WORD_IN_TEXT = re.compile(r"[a-zA-Z]+|\\?[$€£¢]|\^[23]")
+WORD = re.compile(
+    r"\\\$|[€£¢]|(?<![\\a-zA-Z_{])(?:[a-zA-Z][a-z]{2,}|(?:[ckm]m|in|ft|yd|mi|ml|kg|lb|oz|hr)"
+    r"(?:\^[23])?)(?![a-zA-Z])"
 )
-# What is left to compute in an expression: + and ^, but not the sign of -3.
-OPERATION = re.compile(
-    r"(?<=.)[-+*/^]"
-    r"|\\(?:frac|sqrt|binom|[lr]ceil|[lr]floor|log|ln|sec|csc|cot|(?:arc)?(?:sin|cos|tan))"
+# What a problem asks for: how many square feet, in miles per hour, but neither in a year nor in 2.
+ASKED = re.compile(
+    r"\b(?:how many|number of) ((?:[a-z]+ ?){1,3})"
+    r"|\bin ((?:square |cubic )?[a-z]+(?: per [a-z]+)?)",
+    re.IGNORECASE,
 )
-# What makes no difference between two ways of writing a formula: \left, \,, and a full stop.
-INVISIBLE = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;:! ]|[\s~]|[.,;?]$")
-# The months, and how they are shortened: march, mar.
-MONTHS = {name.lower() for name in (*calendar.month_name, *calendar.month_abbr) if name}
-# An answer that cannot have a unit: 42, -1.5, (3,4), 1/2.
-WITHOUT_WORDS = re.compile(r"[0-9 +\-*/.,:()\[\]]*")
 
 
-def pairs_to_compare(box: str, gold: str, problem: str) -> list[Pair]:
-    """Returns the pairs of which one must be equal for a box to be right, none if it is wrong.
+def stem(word: str) -> str:
+    """Returns what the singular and the plural of a word have in common."""
+    word = word.lower().removeprefix("\\")
+    return word.rstrip("s").rstrip("eiy") if len(word) > 2 else word
 
-    The problem may be "", where it is not known.
-    """
-    box = tidy(box)
-    gold = tidy(gold)
-    has_words = WITHOUT_WORDS.fullmatch(box) is None or WITHOUT_WORDS.fullmatch(gold) is None
-    if box == gold or max(len(box), len(gold)) > MAX_CHARS:
-        return [(box, gold)]
-    box_date = date(box)
-    gold_date = date(gold)
-    if box_date and gold_date:
-        return [(box_date, gold_date)]
-    formulas = formulas_of(problem)
-    if "=" not in gold:
-        box = without_asked_side(box, formulas)
-        if "," in box and not NUMBERED_NAME.search(problem):  # the problem's x_1 is not its x_2
-            box = NUMBERED_NAME.sub(r"\1", box)
-    pairs = [(box, gold)]
-    if has_words:
-        values = values_to_compare(box, gold, problem)
-        pairs = [(in_one_font(given), in_one_font(right)) for given, right in values]
-    return [pair for pair in pairs if not is_copied(*pair, formulas)]
+
+UNIT_NAMES = {}  # by the stem of each spelling
+for entry in UNITS.split(","):
+    for spelling in entry.split():
+        UNIT_NAMES[stem(spelling)] = entry.split()[0]
+ALL_UNITS = set(UNIT_NAMES.values()) - set(SCALES)
+UNNAMED_UNITS = {"unit", "^2", "^3"}  # these need not stand in the problem
+
+
+def names(words: list[str]) -> set[str]:
+    """Returns the names of units and scales among words, and the stems of the others."""
+    spoken = " ".join(words).replace("^", " ^").replace("mph", "mile hour")
+    stems = [stem(word) for word in spoken.split() if word not in LINKING_WORDS]
+    return {UNIT_NAMES.get(word, word) for word in stems}
 
 
 @functools.lru_cache(maxsize=512)  # one problem meets a whole group of boxes
-def formulas_of(problem: str) -> frozenset[str]:
-    """Returns the formulas of a problem, each in one way of writing."""
-    found = set()
-    for groups in FORMULA.findall(problem):
-        for formula in filter(None, groups):
-            found.add(in_one_writing(tidy(formula)))
-    return frozenset(found)
+def words_of(problem: str) -> tuple[set[str], set[str]]:
+    """Returns the names of all words in a problem, and of the units that it asks for."""
+    known = names(re.findall(r"[a-zA-Z]+|\$", problem.replace("%", " percent "))) | UNNAMED_UNITS
+    asked = set()
+    for counted, unit in ASKED.findall(problem):
+        asked |= names([counted, unit]) & ALL_UNITS
+    return known, asked
 
 
-def in_one_writing(formula: str) -> str:
-    """Returns a formula without spaces and sizes, and 1/2 and \\dfrac{1}{2} as \\frac12."""
-    formula = INVISIBLE.sub("", formula)
-    formula = re.sub(r"\\[dt](frac|binom)", r"\\\1", formula)
-    formula = re.sub(r"(\d+)/(\d+)", r"\\frac{\1}{\2}", formula)
-    return re.sub(r"\{(\w)\}", r"\1", formula)
-
-
-def without_asked_side(box: str, formulas: frozenset[str]) -> str:
-    """Returns the 17 of m+n = 17, where m+n is a formula of the problem, or the box as it is."""
-    first_side, equals, rest = box.partition("=")
-    is_asked = in_one_writing(first_side) in formulas
-    return rest.strip() if equals and is_asked else box
-
-
-def is_copied(box: str, gold: str, formulas: frozenset[str]) -> bool:
-    """Returns whether a box only repeats a formula of the problem, which is left to compute.
-
-    Its value may be right: 99^2+99+1 is 9901. A formula that is the gold answer is no copy.
-    """
-    formula = in_one_writing(box)
-    if formula not in formulas or formula == in_one_writing(gold):
+def have_right_words(given: set[str], right: set[str], problem: str) -> bool:
+    """Returns whether the words of an answer are those of the gold answer, or of the problem."""
+    given = given - set(SCALES)
+    units = given & ALL_UNITS
+    if right - set(SCALES):
+        return given <= right and units in (set(), right & ALL_UNITS)
+    if problem == "":
+        return given == units
+    known, asked = words_of(problem)
+    if units and asked and not units & asked:
         return False
-    return OPERATION.search(formula) is not None
+    if known & ALL_UNITS <= UNNAMED_UNITS:
+        known = known | ALL_UNITS  # the problem names no unit
+    return given <= known
 
 
-def date(text: str) -> str:
-    r"""Returns the parts of a date in one order, as "14 mar" for \text{March }14, or "" if none."""
-    words = re.findall(r"[a-z0-9]+", re.sub(COMMAND, "", text).lower())
-    words = [word for word in words if word not in ("the", "of")]
-    months = [word for word in words if word in MONTHS]
-    if len(months) != 1:
-        return ""
-    numbers = [word for word in words if word.isdecimal()]
-    if not numbers or len(numbers) + 1 != len(words):
-        return ""
-    return " ".join([*sorted(numbers), months[0][:3]])
+# ---- Values --------------------------------------------------------------------------------------
+NUMBER = re.compile(
+    r"(?P<sign>[-+]?) ?(?P<whole>\d+\.?\d*|\.\d+)?(?:\^ ?\{?(?P<power>-?\d{1,3})\}?)?"
+    r"(?: ?\\frac ?\{(?P<top>-?[\d.]+)\}\{(?P<bottom>-?[\d.]+)\})?"
+    r"(?: ?\\(?:times|cdot) ?10\^ ?\{?(?P<exponent>-?\d{1,3})\}?)?",
+    re.ASCII,
+)
+# What a name is a name of: the (-2) of f(-2), the ^{-1} of f^{-1}(2), the _{10} of S_{10}.
+ARGUMENT = re.compile(r"\([^()]*\)|_\w|_\{[^{}]*\}|\^ ?\{-1\}")
+NAME = re.compile(r"(?!.*\\(?:frac|sqrt|cdot|times|div|pm|ne))[a-zA-Z\\| {}]*")
+EQUALS = re.compile(r"(?<![<>!])=(?![^{}]*\}\s*\^)")  # not that of \sum_{n=1}^5
+OPERATION = re.compile(r"(?<=.)[-+*/^<>]|\\(?:frac|sqrt|binom|log|ln|sin|cos|tan)")
+INEQUALITY = re.compile(r"[<>]|\\[lgn]eq?(?![a-z])")
+# A choice: C, (C), \text{(C)}, or with its value \text{(C) } 20, C) 20, C: 20.
+CHOICE = re.compile(
+    r"(?:\\(?:text|math)[a-z]* ?\{)? ?(?:\(([A-Z])\)[^(),]*|([A-Z]) ?(?:\}?|[:).] .*))"
+)
+COMMA = re.compile(r"[,;](?![^(\[]*[)\]])")  # but not that of (1, 2)
+IN_A_BASE = re.compile(r"\(?[0-9A-Z]+\)? ?_ ?\{?\(?\d+\)?\}?")  # 1302_5
 
 
-def in_one_font(text: str) -> str:
-    """Returns an answer with its single letters in the usual font, and 2 i as 2i."""
-    text = LETTER_IN_FONT.sub(r" \1\2", text).strip()
-    return SPACE_BEFORE_I.sub("i", text)
-
-
-# ---- Verdicts that take no evaluation ------------------------------------------------------------
-INTEGER = re.compile(r"[+-]?[0-9]{1,30}")  # in ASCII digits: 42, -7, +7, 007
-# The command of words in LaTeX: \text{, \textbf{.
-COMMAND = r"\\(?:text|mbox|mathrm|operatorname)[a-z]* ?\{"
-# An answer of words: \text{no solution}, Even, \textbf{(C)}.
-WORDS = re.compile(rf"(?:{COMMAND}|[A-Za-z .,'()}}-])+")
-# A ratio or a time: 3:2, 10:30 am, and 5 pm, which is compared with 5:00 pm.
-RATIO = re.compile(r"([0-9]+(?::[0-9]+)*)( [ap]m)?")
-NUMBER_IN_A_BASE = re.compile(r"\b[0-9][0-9A-Z]*\s*_([^_]*)$")  # 101_2, 4A_{16}, 11_{(2)}
-
-
-def quick_verdict(box: str, gold: str) -> float | None:
-    """Returns 1.0 (equal) or 0.0 where that takes no evaluation, else None. Both must be tidy."""
-    if box == "":
-        return 0.0
-    if box == gold:
-        return 1.0
-    if max(len(box), len(gold)) > MAX_CHARS or says_more(box, gold):
-        return 0.0
-    if is_words(box) and is_words(gold):
-        return float(words_alone(box) == words_alone(gold))
-    if ":" in box + gold and RATIO.fullmatch(box) and RATIO.fullmatch(gold):
-        return float(is_same_ratio(box, gold))
-    if INTEGER.fullmatch(box) and INTEGER.fullmatch(gold):
-        return float(int(box) == int(gold))
-    return None
-
-
-def is_words(text: str) -> bool:
-    r"""Returns whether an answer is words, as Even or \text{no solution}, and no formula, as p - q.
-
-    A single letter may be a variable or a choice, except the article of "a circle".
-    """
-    if WORDS.fullmatch(text) is None or text.startswith("-"):
-        return False
-    words = words_alone(text)
-    return words != [] and all(len(word) > 1 for word in words)
-
-
-def words_alone(text: str) -> list[str]:
-    """Returns the stems of the words of an answer that is no formula, without articles."""
-    words = re.findall(r"[a-z0-9]+", re.sub(COMMAND, "", text).lower())
-    return [stem(word) for word in words if word not in ("a", "an", "the")]
-
-
-def is_same_ratio(box: str, gold: str) -> bool:
-    """Returns whether two ratios or times have the same numbers, and the same am or pm, if any.
-
-    A box may add am or pm to the gold answer, and zeros: 07:05, 5:00.
-    """
-    box_numbers, _, box_half = box.partition(" ")
-    gold_numbers, _, gold_half = gold.partition(" ")
-    box_parts = [int(part) for part in box_numbers.removesuffix(":00").split(":")]
-    gold_parts = [int(part) for part in gold_numbers.removesuffix(":00").split(":")]
-    return box_parts == gold_parts and gold_half in ("", box_half)
-
-
-def says_more(box: str, gold: str) -> bool:
-    r"""Returns whether the box has something that changes its value, but that math-verify drops.
-
-    That is the modulus of 4 \mod 5, the prime of 30', the braces of the set \{1, 2\} where the gold
-    answer is the pair (1, 2), or the number base of 101_2. The problem often names the base, so a
-    gold answer with a base may be given without it, but a box must not name another one.
-    """
-    adds_modulus = "mod" in box and "mod" not in gold
-    box_set = re.sub(r"\\setminus ?\\\{.*?\\\}", "", box)  # the braces of (0,4)\setminus\{2\} stay
-    adds_braces = "\\{" in box_set and "\\{" not in gold and gold.endswith(")")
-    box_base = number_base(box)
-    adds_base = box_base is not None and box_base != (number_base(gold) or "10")
-    adds_prime = re.search(r"[0-9]'", box) is not None and "'" not in gold
-    return adds_modulus or adds_braces or adds_base or adds_prime
-
-
-def number_base(text: str) -> str | None:
-    """Returns the digits of the base that a number ends in, as "16" of 4A_{16}, or None."""
-    number = NUMBER_IN_A_BASE.search(text)
-    if number is None:
+def number(text: str) -> Fraction | None:
+    r"""Returns a number: 12, -1.5, \frac{1}{2}, 2 \frac{1}{2}, 2^{10} or 3 \times 10^5."""
+    match = NUMBER.fullmatch(text)
+    if match is None or (match["whole"] is None and match["top"] is None):
         return None
-    return re.sub("[^0-9]", "", number[1])
+    try:
+        size = Fraction(match["whole"] or 0) ** int(match["power"] or 1)
+        if match["top"] is not None:
+            size += Fraction(match["top"]) / Fraction(match["bottom"])
+        size *= Fraction(10) ** int(match["exponent"] or 0)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return -size if match["sign"] == "-" else size
+
+
+def parts_of(text: str) -> list[str]:
+    r"""Returns the parts of a list or set: those of 1, 2 and of \{1, 2\}, and two of 3 \pm 1."""
+    parts = []
+    for part in COMMA.split(re.sub(r"^\\\{(.*)\\\}$", r"\1", text)):
+        signs = "+-" if "\\pm" in part else "+"
+        parts += [part.replace("\\pm", sign).strip() for sign in signs]
+    return parts
+
+
+def sides_of(part: str, problem: str) -> list[str]:
+    """Returns the sides of an equation that must equal the answer: the 12 of x = 3 * 4 = 12."""
+    sides = [side.strip() for side in EQUALS.split(part)]
+    are_names = [NAME.fullmatch(ARGUMENT.sub("", side)) is not None for side in sides]
+    if len(sides) > 1 and (are_names[0] or compact(sides[0]) in compact(problem)):
+        return sides[-1:]
+    return sides[:-1] if sides[1:] and sides[-1] and are_names[-1] else sides
+
+
+def without_words(side: str) -> tuple[str, list[str]]:
+    """Returns a value without the words around it, and these."""
+    value = ""
+    words = []
+    for place, piece in enumerate(TEXT.split(side)):  # every second piece was in \text{...}
+        pattern = WORD_IN_TEXT if place % 2 == 1 else WORD
+        words += pattern.findall(piece)
+        rest = pattern.sub(" ", piece)
+        value += rest if place % 2 == 0 or re.search(r"\d", rest) else " "
+    return value.strip().rstrip(" /."), words
+
+
+def read(text: str, problem: str) -> tuple[list[str], set[str], list[str]]:
+    """Returns the values of an answer, the words around them, and other sides of equations.
+
+    So of x = 2 + 3 = 5 cm these are 5, cm and nothing, and of 2 + 3 = 5 it is the 2 + 3.
+    """
+    value, words = without_words(text)
+    values = []
+    others = []
+    for part in parts_of(value):
+        *other_sides, last = sides_of(part, problem)
+        values.append(last)
+        others += other_sides
+    return values, names(words), others
+
+
+def settle(box: str, gold: str, problem: str) -> bool | list[Pair]:
+    """Returns whether an answer is right, or the pairs of which all must be equal if it is."""
+    if box == gold or max(len(box), len(gold)) > MAX_CHARS:
+        return box == gold != ""
+    box = tidy(box)
+    gold = tidy(gold)
+    choices = [CHOICE.fullmatch(text) for text in (box, gold)]
+    if box == gold:
+        return True
+    if all(choices):
+        return len({choice[1] or choice[2] for choice in choices if choice}) == 1
+
+    wanted, right_words, wanted_others = read(gold, "")
+    found, words, others = read(box, problem)
+    if "=" in gold and (len(wanted) > 1 or wanted_others or number(wanted[0]) is None):
+        return [(box, gold)]  # y = 2x + 1
+    if wanted in ([""], ["()"]):
+        return found == wanted and words == right_words
+    if not have_right_words(words, right_words, problem):
+        return False
+    if len(found) == box.count("=") > 1 and len(wanted) == 1:
+        found = ["(" + ", ".join(found) + ")"]  # x = 1, y = 2
+
+    value = ", ".join(found)
+    gold_value = ", ".join(wanted)
+    formula = compact(value)
+    is_computed = OPERATION.search(formula) is None or formula == compact(gold_value)
+    if re.search(r"\d +\d", value) or (formula in compact(problem) and not is_computed):
+        return False
+    if IN_A_BASE.fullmatch(value) or IN_A_BASE.fullmatch(gold_value):
+        digits, right_digits = [re.sub("[{}() ]", "", text) for text in (value, gold_value)]
+        other_form = right_digits.partition("_")[0] if "_" in right_digits else right_digits + "_10"
+        return digits in (right_digits, other_form)
+
+    known, _ = words_of(problem)
+    scale = math.prod(SCALES[word] for word in words & set(SCALES) - right_words - known)
+    pairs = [(side, found[-1]) for side in others]
+    numbers = [size for size in map(number, found) if size is not None]
+    right_numbers = [size for size in map(number, wanted) if size is not None]
+    if len(right_numbers) == len(wanted):
+        if len(numbers) < len(found):
+            return False  # it is left to compute
+        # Rounded, for a decimal that repeats ends somewhere.
+        rounded = sorted(round(size * scale, 12) for size in numbers)
+        return rounded == sorted(round(size, 12) for size in right_numbers) and (pairs or True)
+    are_sets = INEQUALITY.search(value) or INEQUALITY.search(gold_value)
+    is_whole = scale == 1 and (len(found) == len(wanted) or are_sets is not None)
+    return is_whole and [*pairs, (value, gold_value)]
+
+
+# ---- The worker ----------------------------------------------------------------------------------
+def prepare() -> None:
+    """Limits this process, and forbids what sympy must not do with a model's text."""
+    with contextlib.suppress(ValueError):  # a lower limit of the trainer's own holds anyway
+        hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard_limit))
+    import math_verify
+    import sympy
+
+    # lambdify writes symbols, whose names are the model's, into Python source and runs it.
+    lambdify = sympy.lambdify
+    for module in list(sys.modules.values()):
+        if getattr(module, "lambdify", None) is lambdify:
+            module.lambdify = None  # type: ignore[attr-defined]
+    math_verify.parser.get_last_eq = str  # it would take the last side of an equation
+
+
+@functools.lru_cache(maxsize=512)  # one gold answer meets a whole group of boxes
+def parse(text: str) -> list:
+    """Returns what math-verify reads in an answer. Its grammar of LaTeX evaluates no Python."""
+    import math_verify
+
+    rules = math_verify.parser.NormalizationConfig(malformed_operators=True, nits=True, units=False)
+    extraction = math_verify.LatexExtractionConfig(
+        boxed_match_priority=0, normalization_config=rules
+    )
+    found = math_verify.parse(
+        f"\\boxed{{{text}}}", [extraction], extraction_mode="first_match", parsing_timeout=None
+    )
+    return solved(found)
+
+
+def solved(found: list) -> list:
+    """Returns inequalities in one letter as the set of what it may be: of x < 1, x > 3 two rays."""
+    import sympy
+
+    parts = found[0].args if isinstance(found[0], sympy.FiniteSet) else found[:1]
+    for part in parts:
+        is_inequality = isinstance(part, (sympy.core.relational.Relational, sympy.And))
+        if not is_inequality or isinstance(part, sympy.Eq) or len(part.free_symbols) != 1:
+            return found
+    return [sympy.Union(*[part.as_set() for part in parts]), *found[1:]]
+
+
+def is_equal(box: str, gold: str) -> bool:
+    """Returns math-verify's verdict. Whatever cannot be computed is wrong."""
+    import math_verify
+
+    try:
+        return math_verify.verify(
+            parse(gold), parse(box), timeout_seconds=None, allow_set_relation_comp=True
+        )
+    except Exception:  # deep nesting is a RecursionError, a huge number a MemoryError
+        return False
+
+
+def main() -> None:
+    """Says "ready", and then judges the pair in each line of input."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a library's print must not be a verdict
+    prepare()
+    print("ready", file=out, flush=True)
+    for line in sys.stdin:
+        # The kernel ends the process when the time is up, whatever C code it runs.
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        verdict = is_equal(*json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(int(verdict), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,31 +1,25 @@
-"""The numbers of a run; METRICS.md explains them to users.
-
-What a run leaves behind is written by the modules next to this one: run_log.py (metrics.jsonl,
-config.json, completions.jsonl), curves.py, credit_page.py and report.py. messages.py makes
-sentences of the numbers.
-"""
-
-from __future__ import annotations
+"""The numbers of a run, which METRICS.md explains to users, and the files that hold them."""
 
 import contextlib
+import importlib.metadata
+import json
 import math
+import os
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
+from tqdm import tqdm
 
-from common.reward import shared_grader
-
-if TYPE_CHECKING:
-    # Each script has its own classes of these names, alike in what is read here.
-    Batch = Any
-    Run = Any
-
-# Values, and how much each of them counts in a mean. The two have the same shape.
-Weighted = tuple[Tensor, Tensor]
+from common.reward import GRADER
+from common.task import Problem
 
 
 # ---- How concentrated the credit is --------------------------------------------------------------
@@ -42,7 +36,6 @@ def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
     Both are NaN where a completion has no or one token, or a total weight of 0: use nanmean.
     """
-    mask = mask.bool()
     weights = torch.where(mask, weights.double(), 0.0)  # [B, T]; not *, because NaN * 0 is NaN
     lengths = mask.sum(1)  # [B]
     totals = weights.sum(1)  # [B]
@@ -50,8 +43,7 @@ def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
     # The Gini index is sum_k (2 * k - n - 1) * share_k / n, where k is 1 for the smallest share and
     # n for the largest, which stands last.
-    width = weights.shape[1]
-    from_the_end = torch.arange(width, device=weights.device) - width  # [T], -1 for the last
+    from_the_end = torch.arange(-weights.shape[1], 0, device=weights.device)  # [T], to -1
     factors = 2 * from_the_end + lengths[:, None] + 1  # [B, T], as k = n + 1 + from_the_end
     gini = (factors * shares).sum(1).clamp(min=0) / lengths  # rounding may leave -1e-18
     effn = 1.0 / (lengths * shares.square().sum(1))
@@ -63,93 +55,71 @@ def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def control_weights(kind: str, weights: Tensor, mask: Tensor, uniforms: Tensor) -> Tensor:
-    """Returns weights [B, T] that know nothing of the tokens, made from uniforms [B, T].
-
-    "shuffled" permutes the weights of each completion. "random" draws log-normal ones, which have
-    the completion's sum and its concentration (EffN/T).
-    """
-    if kind == "shuffled":
-        order = torch.where(mask, uniforms, 2.0).argsort(dim=1, stable=True)  # padding stays put
-        return weights.gather(1, order)
-
-    # EffN/T of exp(sigma * z) falls as sigma grows, so bisection finds each completion's sigma.
-    target = weight_stats(weights, mask)["effn"]  # [B]
-    z = torch.special.ndtri(uniforms.clamp(1e-6, 1 - 1e-6))  # [B, T] normal
-    low = torch.zeros_like(target)
-    high = torch.full_like(target, 50.0)
-    for _ in range(40):
-        sigma = (low + high) / 2
-        drawn = torch.where(mask, (sigma[:, None] * z).exp().clamp(max=1e30), 0.0)
-        is_too_flat = weight_stats(drawn, mask)["effn"] > target  # False for NaN (one token)
-        low = torch.where(is_too_flat, sigma, low)
-        high = torch.where(is_too_flat, high, sigma)
-    drawn = drawn / drawn.sum(1, keepdim=True) * (weights * mask).sum(1, keepdim=True)
-    is_concentrated = target[:, None] < 1 - 1e-6
-    return torch.where(mask & is_concentrated, drawn, weights)
-
-
 # ---- What is logged ------------------------------------------------------------------------------
-def rollout_metrics(run: Run, batch: Batch, seconds: float) -> dict[str, float]:
-    """Returns the metrics of a rollout, over all processes; `batch` is this one's share of it.
+Averages = dict[str, tuple[Tensor, Tensor]]  # values, and how much each counts, of the same shape
 
-    reward_timeouts counts since the processes were started.
+
+def credit_averages(
+    weights: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    logp: Tensor,
+    base_logp: Tensor,
+) -> Averages:
+    """Returns how concentrated the weights [B, T] are in the completions with an advantage [B].
+
+    Where the base's log-probs [B, T] are known, there is also the k3 estimate of the KL divergence
+    to it, of the policy that sampled.
     """
-    gather = run.accelerator.gather
-    rows = torch.ones_like(batch.rewards)  # [B]
-    averages = {
-        "reward": (batch.rewards.nan_to_num(), batch.rewards.isfinite()),
-        "completion_length": (batch.mask.sum(1), rows),
-        "truncated_share": (batch.truncated, rows),
-        "entropy": (batch.entropy, batch.mask),
-    }
-    result = {"reward": math.nan} | means(run, [averages])  # NaN if no completion is judged
+    has_gradient = (advantages != 0) & loss_mask.any(1)
+    averages = {}
+    for name, values in weight_stats(weights, mask).items():
+        averages[f"weight_{name}"] = (values.nan_to_num(0.0), values.isfinite() & has_gradient)
+    if len(base_logp) > 0:
+        log_ratio = torch.where(loss_mask, base_logp - logp, 0.0)
+        averages["kl"] = (log_ratio.exp() - log_ratio - 1, loss_mask)
+    return averages
 
-    order = gather(batch.rows).argsort()
-    advantages = gather(batch.advantages)[order]
-    groups = advantages.view(-1, run.args.num_generations)
-    timeouts = rows.new_tensor([run.grader.timeouts + shared_grader().timeouts])
-    result["reward_timeouts"] = gather(timeouts).sum().item()
-    result["zero_std_share"] = (groups == 0).all(1).float().mean().item()
-    result["rollout_tokens"] = round(result["completion_length"] * len(advantages))
+
+def rollout_metrics(
+    accelerator: Any,
+    rewards: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    truncated: Tensor,
+    entropy: Tensor,
+    seconds: float,
+) -> dict[str, float]:
+    """Returns the metrics of a rollout, over all processes.
+
+    Rewards and truncated are [B], mask and entropy [B, T], of this process; advantages are those of
+    all, [prompts, G]. reward_timeouts counts since the processes were started.
+    """
+    every_row = torch.ones_like(rewards)
+    averages = {
+        "reward": (rewards.nan_to_num(), rewards.isfinite()),
+        "completion_length": (mask.sum(1), every_row),
+        "truncated_share": (truncated, every_row),
+        "entropy": (entropy, mask),
+    }
+    result = {"reward": math.nan} | means(accelerator, [averages])  # NaN if nothing is judged
+    result["reward_timeouts"] = sum(gather_object([GRADER.timeouts]))
+    result["zero_std_share"] = (advantages == 0).all(1).float().mean().item()
+    result["rollout_tokens"] = round(result["completion_length"] * advantages.numel())
     result["tokens_per_second"] = result["rollout_tokens"] / seconds
     return result
 
 
-def credit_metrics(run: Run, micros: list[Batch]) -> dict[str, float]:
-    """Returns the metrics of scored micro-batches, over all processes.
-
-    The concentration of the credit is that of completions with an advantage. The KL is the k3
-    estimate of the policy that sampled to the base, where the base's log-probs are known.
-    """
-    batches = []
-    for micro in micros:
-        has_advantage = micro.advantages != 0  # [B]
-        averages: dict[str, Weighted] = {}
-        for name, values in weight_stats(micro.weights, micro.mask).items():
-            counts = values.isfinite() & has_advantage
-            averages[f"weight_{name}"] = (values.nan_to_num(0.0), counts)
-        if len(micro.base_logp) > 0:
-            log_ratio = micro.base_logp - micro.sampled_logp
-            log_ratio = torch.where(micro.loss_mask, log_ratio, 0.0)
-            averages["kl"] = (log_ratio.exp() - log_ratio - 1, micro.loss_mask)
-        batches.append(averages)
-    return means(run, batches)
-
-
-def means(run: Run, batches: list[dict[str, Weighted]]) -> dict[str, float]:
+def means(accelerator: Any, batches: list[Averages]) -> dict[str, float]:
     """Returns the weighted means over all batches and processes, but none where nothing counts."""
-    names = list(batches[0])
-    sums = torch.zeros(len(names), 2, dtype=torch.float64)
+    sums = torch.zeros(len(batches[0]), 2, dtype=torch.float64)  # of values, and of counts
     for averages in batches:
         pairs = [[(values * counts).sum(), counts.sum()] for values, counts in averages.values()]
         sums += torch.tensor(pairs).double()
-    sums = run.accelerator.reduce(sums.to(run.accelerator.device), "sum")
-    result = {}
-    for name, (total, count) in zip(names, sums.tolist(), strict=True):
-        if count > 0:
-            result[name] = total / count
-    return result
+    sums = accelerator.reduce(sums.to(accelerator.device), "sum")
+    named = zip(batches[0], sums.tolist(), strict=True)
+    return {name: total / count for name, (total, count) in named if count > 0}
 
 
 def peak_memory(device: torch.device) -> float:
@@ -159,75 +129,180 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
 
 
-def eval_metrics(verdicts: list[tuple[str, int, float]]) -> dict[str, float]:
-    """Returns accuracies, and pass@k for k = 2, 4, ... and the number of samples of a problem.
+def eval_metrics(
+    names: list[str], verdicts: list[tuple[str, int, list[float]]]
+) -> dict[str, float]:
+    """Returns the accuracies, pass@k and mean rewards of an evaluation.
 
-    The verdicts are triples ("greedy" | "sampled", problem, 1.0 or 0.0).
+    The verdicts are triples: "greedy" or "sampled", the number of the problem, and what the reward
+    functions of these names gave, of which the first is the accuracy. k is 2, 4, ... and the number
+    of samples of a problem. pass@k is the unbiased 1 - C(n - c, k) / C(n, k) for c right of n
+    samples (Chen et al. 2021, arXiv 2107.03374, eq. 1). The mean rewards are those of samples.
     """
-    greedy: dict[int, list[float]] = {}
-    sampled: dict[int, list[float]] = {}
-    for kind, problem, right in verdicts:
-        by_problem = greedy if kind == "greedy" else sampled
-        by_problem.setdefault(problem, []).append(right)
-
-    right_greedy = [int(sum(rights)) for rights in greedy.values()]
-    right_samples = [int(sum(rights)) for rights in sampled.values()]
-    samples = len(next(iter(sampled.values())))
-    result = {
-        "greedy_accuracy": sum(right_greedy) / len(right_greedy),
-        "sampled_accuracy": sum(right_samples) / (samples * len(right_samples)),
-    }
-    powers = {2**exponent for exponent in range(1, samples.bit_length())}
-    for k in sorted((powers | {samples}) - {1}):
-        chances = [pass_at_k(samples, right, k) for right in right_samples]
-        result[f"pass@{k}"] = sum(chances) / len(chances)
+    right: dict[str, dict[int, float]] = {"greedy": {}, "sampled": {}}  # kind -> problem -> count
+    for kind, problem, values in verdicts:
+        right[kind][problem] = right[kind].get(problem, 0) + values[0]
+    result = {}
+    problems = len(right["greedy"])
+    samples = len(verdicts) // problems - 1  # of each problem, beside the greedy one
+    if not math.isnan(sum(right["greedy"].values())):  # all problems have answers
+        result["greedy_accuracy"] = sum(right["greedy"].values()) / problems
+        result["sampled_accuracy"] = sum(right["sampled"].values()) / (samples * problems)
+        for k in sorted({2**i for i in range(1, samples.bit_length())} | {samples} - {1}):
+            misses = sum(math.comb(samples - int(count), k) for count in right["sampled"].values())
+            result[f"pass@{k}"] = 1 - misses / (math.comb(samples, k) * problems)
+    for column, name in enumerate(names[1:], 1):
+        rewards = [values[column] for kind, _, values in verdicts if kind == "sampled"]
+        known = [reward for reward in rewards if not math.isnan(reward)]
+        if known:
+            result[f"rewards/{name}"] = sum(known) / len(known)
     return result
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Returns the unbiased chance that k of n samples, of which c are right, hold a right one.
-
-    That is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), in product form,
-    which cannot overflow.
-    """
-    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 @contextlib.contextmanager
 def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
     """Adds the seconds that its block takes to a metric, with a GPU's work done."""
     start = time.perf_counter()
-    try:
-        yield
-    finally:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
 
 
-# ---- Is the model computed as its authors meant? -------------------------------------------------
-@torch.no_grad()
-def stock_gap(run: Run, batch: Batch, logp: Tensor) -> float:
-    """Returns the mean distance, in nats, of log-probs to those of the model in transformers.
+# ---- metrics.jsonl, completions.jsonl, config.json and a tracker ---------------------------------
+def plain(value: Any) -> Any:
+    """Returns a value as strict JSON can hold it: 6 digits of a number; None of NaN, infinities."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
-    Both the sampled log-probs of the batch and the recomputed ones, logp [B, T], are compared, and
-    the larger distance is returned. The stock model reads one row at a time, with eager attention
-    and without a cache. All rows of the batch must end in the same column.
+
+def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Returns the rows of a .jsonl file up to a checkpoint; none for step 0, of a new run.
+
+    The evaluation at the checkpoint's own step came after it: it is left out, and made again. So is
+    what stands after the last line break, which a crash may have torn.
     """
-    base = run.model.get_base_model()
-    length = batch.mask.shape[1]
-    attention = base.config._attn_implementation
-    base.set_attn_implementation("eager")
-    try:
-        with run.accelerator.autocast():
-            rows = [
-                base(ids[is_token][None]).logits[:, -length - 1 : -1]
-                for ids, is_token in zip(batch.ids, batch.attention, strict=True)
-            ]
-    finally:
-        base.set_attn_implementation(attention)
-    logits = torch.cat(rows).float() / run.args.temperature  # [B, T, V]
-    tokens = batch.ids[:, -length:, None]
-    stock_logp = logits.log_softmax(-1).gather(2, tokens).squeeze(2)  # [B, T]
-    gaps = torch.stack([batch.sampled_logp - stock_logp, logp - stock_logp])
-    return gaps.abs().mean((1, 2)).max().item()
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    rows = [json.loads(line) for line in text.split("\n")[:-1]]
+    last_steps = {True: step - 1, False: step}
+    return [row for row in rows if row["step"] <= last_steps[bool(row.get("eval"))]]
+
+
+class RunLog:
+    """The log of a run: its rows in memory, in metrics.jsonl and in a tracker.
+
+    There is one for each update and each evaluation. config.json holds the flags and what else the
+    figures depend on. Of a run that is resumed, the rows up to the checkpoint are kept, here and in
+    completions.jsonl. Only the main process writes.
+    """
+
+    def __init__(self, accelerator: Any, config: dict[str, Any], resume_step: int) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.accelerator = accelerator
+        self.config = config
+        self.metric = ""  # that chooses the best evaluation
+        self.best_step = 0
+        self.folder = Path(config["output_dir"])
+        self.title = self.folder.name
+        options = {"name": self.title}
+        accelerator.init_trackers(
+            "grpo",
+            {name: str(value) for name, value in config.items()},
+            {"wandb": options, "trackio": options},
+        )
+        if accelerator.is_main_process:
+            with open(self.folder / "config.json", "w", encoding="utf-8") as file:
+                json.dump(config | {"environment": environment()}, file, indent=2)
+            for name in ("completions.jsonl", "metrics.jsonl"):
+                self.rows = rows_until(self.folder / name, resume_step)
+                lines = [json.dumps(row) + "\n" for row in self.rows]
+                (self.folder / name).write_text("".join(lines), encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends a row. It is on its way to the disk when this returns."""
+        row = plain(row)
+        self.rows.append(row)
+        figures = dict(row)
+        step = figures.pop("step")
+        accuracies = figures.pop("eval", {})
+        if self.accelerator.is_main_process:
+            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            if accuracies:
+                shown = [f"{name} {accuracy:.3f}" for name, accuracy in accuracies.items()]
+                tqdm.write(f"step {step:4d}, held out: {'  '.join(shown)}")
+        if accuracies:
+            self.choose_best()
+        figures |= {f"eval/{name}": accuracy for name, accuracy in accuracies.items()}
+        self.accelerator.log(figures, step)
+
+    def write_completions(
+        self,
+        step: int,
+        kind: str,
+        problems: list[Problem],
+        texts: list[str],
+        rewards: Tensor,
+        truncated: Tensor,
+    ) -> None:
+        """Appends a group's worth of completions, which are "train", "greedy" or "sampled"."""
+        if not self.accelerator.is_main_process:
+            return
+        with open(self.folder / "completions.jsonl", "a", encoding="utf-8") as file:
+            for i, problem in enumerate(problems[: self.config["num_generations"]]):
+                row = {
+                    "step": step,
+                    "eval": kind != "train",
+                    "kind": kind,
+                    "prompt": problem.prompt,
+                    "answer": problem.answer,
+                    "completion": texts[i],
+                    "reward": rewards[i].item(),
+                    "truncated": truncated[i].item(),
+                }
+                file.write(json.dumps(plain(row), default=str) + "\n")
+
+    def has_diverged(self) -> bool:
+        """Returns whether the last ten updates were all skipped."""
+        updates = [row["skipped_update"] for row in self.rows if "skipped_update" in row]
+        return updates[-10:] == [1.0] * 10
+
+    def choose_best(self) -> None:
+        """Finds the evaluation with the highest --metric_for_best_model, the first of equals.
+
+        By default the metric is the sampled accuracy or, where there is none, the first reward.
+        """
+        evaluations = {row["step"]: row["eval"] for row in self.rows if row.get("eval")}
+        names = next(iter(evaluations.values()))
+        default = "sampled_accuracy" if "sampled_accuracy" in names else next(iter(names))
+        self.metric = self.config["metric_for_best_model"] or default
+        figures = {step: figures[self.metric] for step, figures in evaluations.items()}
+        self.best_step = max(figures, key=figures.__getitem__)
+
+
+def environment() -> dict[str, Any]:
+    """Returns what the figures of a run depend on besides its flags."""
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+    }
+    # The whole hash, with "-dirty" if files differ from it; "" without git or a checkout.
+    command = 'git -C "$0" describe --always --dirty --abbrev=40 --exclude="*"'
+    git = subprocess.run(
+        ["sh", "-c", command, Path(__file__).parent], capture_output=True, text=True, check=False
+    )
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return {
+        "commit": git.stdout.strip() or None,
+        "versions": versions | {"python": sys.version.split()[0]},
+        "hardware": {
+            "cpu": cpuinfo.partition("model name\t: ")[2].split("\n")[0],
+            "cores": len(os.sched_getaffinity(0)),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        },
+        "command": sys.argv,
+    }

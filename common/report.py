@@ -1,191 +1,238 @@
 """What a finished run leaves behind: summary.json, curves.png, credit.html, the adapter's card."""
 
-from __future__ import annotations
-
-import contextlib
-import errno
 import json
-import os
-import sys
-import time
-from collections.abc import Iterator
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import psutil
-from tqdm import tqdm
+import jinja2
+import pandas
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from matplotlib.figure import Figure  # not pyplot: no global figures, no backend switch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
-from common.credit_page import write_credit_page
-from common.curves import write_curves
-from common.data import DATE_CALL, TEMPLATE_DATE, Problem, whole_prompt
-from common.printable import printable
-from common.run_log import RunLog, best_step, finite_or_nan, format_number, plain
+from common.data import whole_prompt
+from common.metrics import RunLog
+from common.task import Problem, token_roles
 
-if TYPE_CHECKING:
-    # Each script has its own class of this name, alike in what is read here.
-    Run = Any
+FOLDER = Path(__file__).parent  # of the templates
+STRONGEST_TINT = 12  # the tints of credit.html are numbered from 0; it stands for a weight of 3
 
-CARD_TEMPLATE = Path(__file__).with_name("adapter_card.md")
+# The title of each panel of curves.png, with the keys of its lines.
+PANELS = {
+    "Accuracy": ["eval/sampled_accuracy", "eval/greedy_accuracy", "rewards/accuracy_reward/mean"],
+    "Reward of a completion": ["reward"],
+    "Entropy (nats per token)": ["entropy"],
+    "KL from the base (nats per token)": ["kl"],
+    "How unevenly credit is spread": ["weight_gini", "weight_effn"],
+    "Completion length (tokens)": ["completion_length"],
+    "Shares": ["truncated_share", "zero_std_share", "clip_fraction"],
+    "Gradient norm": ["grad_norm"],
+    "Seconds per step": ["seconds_rollout", "seconds_score", "seconds_update", "seconds_credit"],
+}
 
 
-def report_run(run: Run, log: RunLog, example: Problem) -> str:
+def report_run(
+    log: RunLog, groups: list[dict[str, Any]], example: Problem, ends: dict[str, Any]
+) -> str:
     """Writes the files of a run that has ended, and returns what to print.
 
-    The adapter's card shows how to solve the example, a held-out problem. A file that cannot be
-    written is mentioned on standard error and left out. A full disk is an OSError, because every
-    other file would fail as well.
+    The groups come from `credit_group`. The adapter's card shows how to solve the example, a
+    held-out problem, and has the token ids that end an answer.
     """
-    config = vars(run.args)
-    folder = Path(config["output_dir"])
-    summary = summarize(log.rows, folder)
-
-    failed: set[Path] = set()
-    path = folder / "summary.json"
-    with going_on(path, failed):
-        path.write_text(json.dumps(plain(summary), indent=2) + "\n", encoding="utf-8")
-    path = folder / "adapter/README.md"
-    with going_on(path, failed):
-        messages = whole_prompt(example.prompt, config["system_prompt"])
-        template = run.tokenizer.chat_template
-        ends = {"eos_token_id": run.eos_ids.tolist(), "pad_token_id": run.tokenizer.pad_token_id}
-        write_model_card(path, config, summary, messages, template, ends)
-    path = folder / "curves.png"
-    with going_on(path, failed):
-        write_curves(str(path), log.rows, config["run_name"])
-    path = folder / "credit.html"
-    with going_on(path, failed):
-        write_credit_page(str(path), config["run_name"], run.groups)
-
-    paths = [folder / name for name in sorted(os.listdir(folder))]
-    written = [str(path) for path in paths if path not in failed]
-    lines = ["", before_after_table(summary["before"], summary["after"])]
-    lines += ["", about_best(summary["best"]), "", "Written:"]
-    return "\n".join(lines + written)
-
-
-@contextlib.contextmanager
-def going_on(path: Path, failed: set[Path]) -> Iterator[None]:
-    """Lets the run go on if the block cannot write a file: says so and adds it to `failed`.
-
-    The error of a full disk is passed on.
-    """
-    try:
-        yield
-    except Exception as error:  # matplotlib alone raises a dozen kinds
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        failed.add(path)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        tqdm.write(printable(f"{path} is not written, the run goes on: {reason}"), sys.stderr)
-
-
-def summarize(rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Returns what summary.json holds, from the rows of a log and the run's folder."""
-    evaluated = [row for row in rows if row.get("eval")]
-    before = [row["eval"] for row in evaluated if row["step"] == 0]
-    updates = [row for row in rows if "reward" in row]
-    phases = []
-    rollout_tokens = 0.0
-    for row in updates:
-        seconds = [finite_or_nan(x) for name, x in row.items() if name.startswith("seconds_")]
-        phases += [x for x in seconds if x >= 0]  # NaN, of what is no number, is left out
-        # Rows of one rollout repeat its figures. Its seconds stand in the first one alone.
-        tokens = finite_or_nan(row.get("rollout_tokens"))
-        if finite_or_nan(row.get("seconds_rollout")) > 0 and tokens > 0:
-            rollout_tokens += tokens
-    return {
-        "before": before[0] if before else {},  # none if a checkpoint was moved without its log
-        "after": evaluated[-1]["eval"],
-        "best": best_evaluation(rows, folder),
-        "steps": updates[-1]["step"] if updates else 0,
-        "rollout_tokens": int(rollout_tokens),
-        "seconds": round(time.time() - psutil.Process().create_time(), 1),  # of the process
-        "seconds_per_step": sum(phases) / max(1, len(updates)),  # of training alone
+    folder = log.folder
+    evaluations = {row["step"]: row["eval"] for row in log.rows if row.get("eval")}
+    last_step = max(evaluations)
+    best = log.best_step
+    weights = folder / ("adapter" if best == last_step else f"checkpoint-{best}")
+    summary = {
+        "before": evaluations.get(0, {}),  # none if a checkpoint was moved without its log
+        "after": evaluations[last_step],
+        "best": {
+            "step": best,
+            log.metric: evaluations[best][log.metric],
+            "weights": str(weights) if weights.is_dir() else None,  # None: they were not saved
+        },
+        "steps": last_step,
     }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    table = summary_table(summary, log.metric)
+    write_model_card(folder / "adapter/README.md", log.config, table, example, ends)
+    write_curves(folder / "curves.png", log.rows, log.title)
+    write_credit_page(folder / "credit.html", log.title, groups)
+    return f"\n{table}\n\nEverything is in {folder}."
 
 
-def best_evaluation(rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Returns the step and the accuracy of the best evaluation, and where its weights are.
+def describe_adapter(model: PeftModel) -> str:
+    """Returns what an adapter trains: how many layers and parameters, of how many."""
+    layer_types = (nn.Linear, Conv1D)
+    names = [name for name, module in model.named_modules() if isinstance(module, layer_types)]
+    count = sum("lora_" not in name for name in names)
+    trained, total = model.get_nb_trainable_parameters()
+    layers = len(model.base_model.targeted_module_names)
+    return f"{layers} of {count} linear layers, {trained:,} of {total:,} parameters"
 
-    `weights` is None if they were not saved, as those from before training never are.
+
+def summary_table(summary: dict[str, Any], metric: str) -> str:
+    """Returns the first and the last evaluation as a text table, and the best one.
+
+    Accuracies are in percent, and mean rewards as they are.
     """
-    step = best_step(rows)
-    evaluated = [row for row in rows if row.get("eval")]
-    accuracies = [row["eval"].get("sampled_accuracy") for row in evaluated if row["step"] == step]
-    weights = folder / f"checkpoint-{step}"
-    if step == evaluated[-1]["step"]:
-        weights = folder / "adapter"
-    is_saved = weights.is_dir()
-    return {
-        "step": step,
-        "sampled_accuracy": accuracies[0],
-        "weights": str(weights) if is_saved else None,
-    }
-
-
-def about_best(best: dict[str, Any]) -> str:
-    """Returns two sentences: which evaluation was the best, and where its weights are."""
-    accuracy = format_number(100 * finite_or_nan(best["sampled_accuracy"]), ".1f")
-    first = f"The best evaluation was at step {best['step']}: sampled accuracy {accuracy}%."
-    if best["weights"] is not None:
-        return f"{first} Its weights are in {best['weights']}."
-    if best["step"] == 0:
-        return f"{first} That was before training."
-    return f"{first} A --save_steps that divides --eval_steps would have saved its weights."
-
-
-def before_after_table(before: dict[str, float], after: dict[str, float]) -> str:
-    """Returns the first and the last evaluation as a text table, in percent."""
     lines = [f"{'held-out':20}{'before':>8}{'after':>8}{'change':>8}"]
-    for key in before | after:
-        old = 100 * finite_or_nan(before.get(key))
-        new = 100 * finite_or_nan(after.get(key))
-        cells = [f"{old:.1f}%", f"{new:.1f}%", f"{new - old:+.1f}"]
-        shown = ["\N{EN DASH}" if "nan" in cell else cell for cell in cells]
-        lines.append(f"{key.replace('_', ' '):20}" + "".join(f"{cell:>8}" for cell in shown))
+    for key, new in summary["after"].items():
+        old = summary["before"].get(key, torch.nan)
+        name = key.replace("_", " ")
+        if key.startswith("rewards/"):
+            lines.append(f"{name:20}{old:8.3f}{new:8.3f}{new - old:+8.3f}")
+        else:
+            change = 100 * new - 100 * old
+            lines.append(f"{name:20}{100 * old:7.1f}%{100 * new:7.1f}%{change:+8.1f}")
+    best = summary["best"]
+    lines += ["", f"best: {metric.replace('_', ' ')} {best[metric]:.3f} at step {best['step']}, "
+              f"weights: {best['weights']}"]  # fmt: skip
     return "\n".join(lines)
 
 
 def write_model_card(
-    path: Path,
-    config: dict[str, Any],
-    summary: dict[str, Any],
-    messages: list[dict[str, str]],
-    template: str | None,
-    ends: dict[str, Any],
+    path: Path, config: dict[str, Any], table: str, example: Problem, ends: dict[str, Any]
 ) -> None:
     """Writes the README.md of a PEFT adapter, over the one that save_pretrained writes.
 
-    Its code answers the messages, by the tokenizer's chat template if that has one. As in the run,
-    an answer ends at the tokens in `ends`, and nothing of the base's generation config is used.
+    Its code answers the example. As in the run, an answer ends at the stop tokens.
     """
-    from huggingface_hub import ModelCard, ModelCardData
-
-    data = ModelCardData(
-        base_model=config["model_name_or_path"],
-        library_name="peft",
-        tags=["grpo", "lora", config["credit"]],
-    )
-    given = {key: value for key, value in config.items() if key != "start_adapter"}
-    if config.get("start_adapter") is not None:
-        given["model_name_or_path"] = config["start_adapter"]
-        for key in [*given]:
-            if key.startswith("lora_") or key == "model_revision":
-                del given[key]  # the adapter determines it
-    # JSON holds no line break, which could end the block.
-    flags = [f"--{key} {json.dumps(plain(value), default=str)}" for key, value in given.items()]
     card = ModelCard.from_template(
-        data,
-        str(CARD_TEMPLATE),
-        table=before_after_table(summary["before"], summary["after"]),
-        best=about_best(summary["best"]),
-        flags=flags,
+        ModelCardData(
+            base_model=config["model_name_or_path"],
+            library_name="peft",
+            tags=["grpo", "lora", config["credit"]],
+        ),
+        str(FOLDER / "adapter_card.md"),
+        table=table,
+        # JSON holds no line break, which could end the block.
+        flags=[f"--{name} {json.dumps(value)}" for name, value in config.items()],
         config=config,
+        is_dense=config["load_in_4bit"] and config["rollout_weights"] == "dense",
         folder=str(path.parent),
-        messages=messages,
-        has_template=bool(template),
-        date=TEMPLATE_DATE if DATE_CALL.search(str(template)) else None,
+        messages=whole_prompt(example.prompt, config["system_prompt"]),
         ends=ends,
         template_kwargs=json.loads(config["chat_template_kwargs"]),
     )
-    path.write_text(f"{card}\n", encoding="utf-8", errors="replace", newline="\n")
+    path.write_text(f"{card}\n", encoding="utf-8", errors="replace")
+
+
+# ---- curves.png ----------------------------------------------------------------------------------
+def write_curves(path: Path, rows: list[dict[str, Any]], title: str) -> None:
+    """Draws every update as a pale line, with its mean over a tenth of the run as a bold one."""
+    table = pandas.json_normalize(rows, sep="/").set_index("step")
+    figure = Figure(figsize=(15, 10), layout="constrained")
+    figure.suptitle(title, parse_math=False)
+    for ax, (name, keys) in zip(figure.subplots(3, 3).flat, PANELS.items(), strict=True):
+        ax.set_title(name)
+        for i, key in enumerate(keys):
+            points = table.get(key, pandas.Series()).dropna().astype(float)
+            if not key.startswith("eval/"):
+                ax.plot(points, color=f"C{i}", alpha=0.3)
+                points = points.rolling(len(rows) // 10 + 1, center=True, min_periods=1).mean()
+            ax.plot(points, color=f"C{i}", label=key, marker="." if len(points) < 12 else None)
+        ax.legend()
+    figure.savefig(path)
+
+
+# ---- credit.html ---------------------------------------------------------------------------------
+def write_credit_page(path: Path, title: str, groups: list[dict[str, Any]]) -> None:
+    """Writes credit.html, a page without scripts, from what `credit_group` returns.
+
+    Texts may be hostile: the template escapes all of them.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, finalize=visible, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string((FOLDER / "credit_page.html").read_text(encoding="utf-8"))
+    all_uniform = groups != [] and all(group["is_uniform"] for group in groups)
+    page = template.render(
+        title=title, groups=groups, strongest=STRONGEST_TINT, all_uniform=all_uniform
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def visible(value: object) -> str:
+    """Returns a text with <U+....> for control, bidirectional and zero-width characters."""
+    text = str(value)
+    hidden = {ord(letter) for letter in text if not letter.isprintable()} - {ord("\n")}
+    return text.translate({code: f"<U+{code:04X}>" for code in hidden})
+
+
+def credit_group(
+    tokenizer: PreTrainedTokenizerBase,
+    completions: list[dict[str, Any]],
+    group_size: int,
+    step: int,
+    system_prompt: str | None,
+) -> list[dict[str, Any]]:
+    """Returns a group of a scored rollout as `write_credit_page` wants it, in a list.
+
+    That is the first group whose rewards differ, with its two best and two worst completions of
+    those given. The list is empty if there is none. A completion is a dict: its row, problem,
+    reward, advantage and truncated, and of its n tokens the ids, weights, logp and entropy [n].
+    """
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for completion in completions:
+        groups.setdefault(completion["row"] // group_size, []).append(completion)
+    for _, members in sorted(groups.items()):
+        by_reward = sorted(members, key=reward_of, reverse=True)
+        if reward_of(by_reward[0]) == reward_of(by_reward[-1]):
+            continue
+        problem = members[0]["problem"]
+        messages = whole_prompt(problem.prompt, system_prompt)
+        group = {
+            # Texts alone: a message may hold more, such as a date, which no checkpoint could load.
+            "messages": [{"role": m["role"], "content": m["content"]} for m in messages],
+            "answer": problem.answer,
+            "step": step,
+            "size": group_size,
+            "is_uniform": all((m["weights"] - 1).abs().max() < 1e-6 for m in members),
+            "completions": [
+                shown_completion(tokenizer, completion)
+                for completion in by_reward[:2] + by_reward[2:][-2:]
+            ],
+        }
+        return [group]
+    return []
+
+
+def reward_of(completion: dict[str, Any]) -> float:
+    """Returns the reward of a completion, the smallest number if no function judged it."""
+    reward = completion["reward"]
+    return -math.inf if math.isnan(reward) else reward
+
+
+def shown_completion(
+    tokenizer: PreTrainedTokenizerBase, completion: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns a completion as `write_credit_page` wants it.
+
+    The tints of a token are its weights, from 0 to 3, under this run's method, `--credit surprisal`
+    and `--credit entropy_reduction`.
+    """
+    entropy = completion["entropy"]
+    falls = (entropy - torch.cat((entropy[1:], entropy[-1:]))).clamp(min=0)
+    values = torch.stack((completion["weights"], -completion["logp"], falls, entropy))
+    scores = values[:3] + 1e-8  # [3, n]
+    tints = scores / scores.mean(1, keepdim=True) / 3 * STRONGEST_TINT
+    tints = tints.nan_to_num(0).round().clamp(0, STRONGEST_TINT).int()
+    # A decoder writes U+FFFD for a part of a character.
+    ids = completion["ids"].tolist()
+    texts = [tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
+    pieces = [texts[i + 1][len(texts[i]) :] for i in range(len(ids))]  # "" within a character
+    problem = completion["problem"]
+    roles = token_roles(pieces, problem) if problem.steps else [""] * len(ids)
+    tokens = []
+    for i, piece in enumerate(pieces):
+        token = {"text": piece, "role": roles[i], "numbers": values[:, i].tolist()}
+        tokens.append(token | {"tints": tints[:, i].tolist()})
+    kept = {name: completion[name] for name in ("reward", "advantage", "truncated")}
+    return kept | {"tokens": tokens}

@@ -1,291 +1,638 @@
-"""Puts the studies side by side, from their published tables: the figures of results/README.md.
+"""Writes the tables of results/README.md from results/data/, and draws its figures.
 
     python results/answer.py
 
-It trains nothing, and writes to results/data/answer/:
+It trains nothing. A table stands between its marks, <!-- table: name --> and <!-- end -->, and is
+that of the function of this name. In results/data/answer/ it leaves
 
     differences.csv  what each method has over GRPO in each study, with the p-value of a paired
                      t-test, and with Holm's correction for all tests of the file
-    differences.png  the same as a forest plot, a dot for a seed
-    prediction.csv   the share of GRPO's rollouts that a method's worth before training predicts,
-                     and the share that training showed
-    prediction.png   the same as a figure
+    differences.png  the same at the end of training for the main methods, a dot for a seed
+    curves.png       the mean learning curves of the main methods
+    prediction.png   shares of GRPO's rollouts: predicted from worth, and measured in training
 
-A method has no interval and no test in a study where some of its runs did not learn.
+A method is compared with runs of GRPO on the same seeds, with as many updates a rollout and the
+same learning rate. The *area* is the mean height of a learning curve, the *end* its last point.
+There is no interval and no test where some of the runs did not learn: a mean would describe none.
 """
 
-import json
+import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import headroom
+import matplotlib
 import numpy as np
-from headroom import read_csv, stored_curves
-from learning_curves import AT_GRPOS_RATE, LABELS, LEARNED_ABOVE, interval, write_table
+from studies import DATA as STUDY_DATA
+from studies import GRPO, MAIN, METHODS, STUDIES, key_of, read_csv, write_csv
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "results/data"
 OUTPUT = DATA / "answer"
-GRPO = headroom.GRPO
-SHOWN = ("least variance", "right answers only", "ARCA", "OAR-G", "S-trace")  # top to bottom
-ROLLOUT_SIZES = {  # completions a rollout -> the flags in the file's name
-    16: "-per_device_train_batch_size-16-gradient_accumulation_steps-1-learning_rate-0.002",
-    128: "",
+PAGES = [ROOT / "results/README.md", ROOT / "README.md"]
+TITLES = {
+    "wrong_policy": "wrong policy",
+    "sharpening": "sharpening",
+    "smollm2": "SmolLM2",
+    "smollm2_float32": "SmolLM2 in float32",
+    "default_command": "default command",
+    "small_rollouts": "small rollouts",
 }
+SHOWN = {  # in figures, from top to bottom
+    "least variance": "#CC79A7",
+    "right answers only": "#E69F00",
+    "ARCA": "#0072B2",
+    "OAR-G": "#D55E00",
+    "S-trace": "#009E73",
+}
+COLORS = SHOWN | {GRPO: "black", "step values": "#56B4E9"}
+SAME_AS_GRPO = "GRPO, its KL logged"
+CAN_FAIL = ("sharpening", "smollm2", "smollm2_float32")  # where a run ends above 0.5, or failed
+LEARNED_ABOVE = 0.5  # held-out sampled accuracy at the end of a run that learned
+FEWEST_SEEDS = 3  # for an interval
 NEVER = 1.2  # where the figure puts a share that was not reached
-
-Curves = dict[str, dict[int, np.ndarray]]  # method -> seed -> held-out sampled accuracies
-
-
-class Study(NamedTuple):
-    """One comparison of methods with GRPO, on the same seeds."""
-
-    title: str
-    curves: Curves
-
-
-# ---- Reading -------------------------------------------------------------------------------------
-def headroom_curves(methods: dict[str, str], rate: str) -> Curves:
-    """Returns the curves of headroom.py's whole runs at a rate. `methods` has their names here."""
-    runs = read_csv(DATA / "headroom/runs.csv")
-    points = 1 + headroom.ROLLOUTS // headroom.EVERY
-    curves: Curves = {}
-    for name, shown in methods.items():
-        found = stored_curves(runs, name, rate)
-        whole = {seed: curve for seed, curve in found.items() if len(curve) == points}
-        if whole:
-            curves[shown] = whole
-    return curves
-
-
-def learning_curves_of(table: str, regime: str, labels: dict[str, str]) -> Curves:
-    """Returns the curves of the runs that learning_curves.py has made."""
-    curves: Curves = {}
-    for row in read_csv(DATA / f"learning_curves/{table}_runs.csv"):
-        if row["regime"] == regime:
-            accuracies = np.array([float(number) for number in row["accuracies"].split()])
-            curves.setdefault(labels[row["method"]], {})[int(row["seed"])] = accuracies
-    return curves
-
-
-def wrong_policy_curves() -> Curves:
-    """Returns the curves of all methods and variants at all rates, with one update a rollout."""
-    curves = headroom_curves({name: name for name in headroom.COMMANDS}, headroom.RATE)
-    curves.pop(headroom.GRPO_WITH_KL, None)  # the same run as GRPO
-    for rate in headroom.OTHER_RATES:
-        labels = {name: f"{name}, rate {rate}" for name in headroom.METHODS}
-        curves |= headroom_curves(labels, rate)
-    return curves
+RIGHT_ONLY = "grpo_arca.py --credit uniform --negative_weight 0"
+NAMES = {  # a method in the tables of worth and of tokens -> on the page
+    "arca": "ARCA",
+    "entropy_reduction": "entropy reduction",
+    "oar_g": "OAR-G",
+    "grpo_oar.py": "OAR-G",
+    "oar_p": "OAR-P",
+    "p_trace": "P-trace",
+    "s_trace": "S-trace",
+    "grpo_strace.py": "S-trace",
+    "right alone": "right answers only",
+    RIGHT_ONLY: "right answers only",
+    "negative_weight 0.25": "wrong answers at a quarter",
+    "oar_g, right alone": "OAR-G, right answers only",
+    "s_trace, right alone": "S-trace, right answers only",
+    "right alone, by probability": "right answers only, by probability",
+    "oracle: step values": "step values",
+    "oracle: least variance": "least variance",
+    "other samples": "null: other problems",
+}
+WORTH = [  # the rows of its table
+    "surprisal", "entropy reduction", "probability", "oar_g", "oar_p", "s_trace",
+    "optimal token baseline", "right alone", "negative_weight 0.25", "oar_g, right alone",
+    "s_trace, right alone", "right alone, by probability", "oracle: step values",
+    "oracle: least variance", "other samples",
+]  # fmt: skip
+POLICIES = {  # of the table of right answers only
+    "3_to_4_operations_start": "chains of 3 to 4 operations, untrained",
+    "3_to_4_operations_end": "the same, trained for 45 updates",
+    "8_operations_start": "chains of 8 operations, nearly right, untrained",
+    "smollm2_start": "SmolLM2, untrained",
+    "smollm2_middle": "SmolLM2, trained for 8 updates",
+}
+Row = dict[str, Any]
+Table = list[list[str]]  # the header, and then the rows
 
 
-def studies() -> list[Study]:
-    """Returns all studies, the one with the most to learn first."""
-    four = {name: name.removesuffix(", four updates") for name in headroom.FOUR_UPDATES}
-    found = [
-        Study("wrong policy, one update", wrong_policy_curves()),
-        Study("wrong policy, four updates", headroom_curves(four, headroom.RATE_FOUR_UPDATES)),
-        Study("sharpening, one update", learning_curves_of("chains", "one update", LABELS)),
-        Study("sharpening, four updates", learning_curves_of("chains", "four updates", LABELS)),
-        Study("SmolLM2", learning_curves_of("smollm2", "SmolLM2", LABELS | AT_GRPOS_RATE)),
-    ]
-    return [study for study in found if len(study.curves) > 1]
+# ---- Statistics ----------------------------------------------------------------------------------
+def area(curves: np.ndarray) -> np.ndarray:
+    """Returns the mean height of each curve [..., points], which is the area under it."""
+    return (curves[..., 1:] + curves[..., :-1]).mean(-1) / 2
 
 
-def rollout_size_studies() -> list[Study]:
-    """Returns two studies of which only the ends are kept: small and large rollouts."""
-    found = []
-    for completions, flags in ROLLOUT_SIZES.items():
-        curves: Curves = {}
-        for method, own_flags in ((GRPO, ""), ("right answers only", "-negative_weight-0")):
-            path = DATA / f"batch_size/grpo_arca-uniform{own_flags}{flags}.json"
-            runs = json.loads(path.read_text())["runs"]
-            ends = {run["seed"]: np.array([run["after"]["sampled_accuracy"]]) for run in runs}
-            curves[method] = ends
-        found.append(Study(f"default command, {completions} completions", curves))
-    return found
+@cache
+def student(degrees: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns angles, and the share of Student's t that lies between -t and t at each of them.
 
-
-# ---- Differences to GRPO -------------------------------------------------------------------------
-def paired_differences(study: Study, method: str) -> dict[str, np.ndarray]:
-    """Returns what a method has over GRPO on each seed that both have: "area" and "end".
-
-    A study that keeps no more than the ends has no area.
+    t is sqrt(degrees) tan(angle), so that the density is proportional to cos(angle)^(degrees - 1).
     """
-    own = study.curves[method]
-    other = study.curves[GRPO]
-    seeds = sorted(own.keys() & other.keys())
-    curves = np.array([own[seed] for seed in seeds])
-    others = np.array([other[seed] for seed in seeds])
-    found = {}
-    if curves.shape[1] > 1:
-        found["area"] = headroom.area(curves) - headroom.area(others)
-    return found | {"end": curves[:, -1] - others[:, -1]}
+    angles = np.linspace(0, math.pi / 2, 100_001)
+    middles = (angles[1:] + angles[:-1]) / 2
+    inside = np.cumsum(np.cos(middles) ** (degrees - 1))
+    return angles, np.concatenate([[0.0], inside / inside[-1]])
 
 
-def all_learned(study: Study, method: str) -> bool:
-    """Returns whether every run of the method learned, and GRPO on the same seeds.
+def two_sided_p(statistic: float, degrees: int) -> float:
+    """Returns the share of Student's t beyond a statistic, on both sides."""
+    angles, inside = student(degrees)
+    return float(1 - np.interp(math.atan(abs(statistic) / degrees**0.5), angles, inside))
 
-    On the wrong policy, and with small rollouts, no run is taken for failed: not all runs of GRPO
-    itself end above a half.
+
+def mean_interval(values: np.ndarray) -> tuple[Any, Any, Any]:
+    """Returns the mean over seeds (the first axis) and the ends of its 95% t-interval."""
+    degrees = len(values) - 1
+    angles, inside = student(degrees)
+    quantile = degrees**0.5 * math.tan(np.interp(0.95, inside, angles))
+    half = quantile * values.std(0, ddof=1) / len(values) ** 0.5
+    return values.mean(0), values.mean(0) - half, values.mean(0) + half
+
+
+def share_interval(successes: int, runs: int) -> tuple[float, float]:
+    """Returns Clopper and Pearson's 95% interval of a share."""
+    shares = np.linspace(0, 1, 10_001)
+    terms = [math.comb(runs, k) * shares**k * (1 - shares) ** (runs - k) for k in range(runs + 1)]
+    at_least = shares[sum(terms[successes:]) >= 0.025]
+    at_most = shares[sum(terms[: successes + 1]) >= 0.025]
+    return float(at_least[0]), float(at_most[-1])
+
+
+def share_of_rollouts(curves: np.ndarray, others: np.ndarray) -> list[float]:
+    """Returns the share of the rollouts after which curves [S, points] reach the end of others.
+
+    At every place of the curves, the lead over the others' end has a paired t-interval. The share
+    is the first place where the mean lead is 0. Its 95% interval, the two numbers that follow, goes
+    from the first place where the upper limit is 0 to the first one where the lower limit is.
     """
-    if study.title.startswith(("wrong policy", "default command")):
-        return True
-    own = study.curves[method]
-    other = study.curves[GRPO]
-    runs = [*own.values(), *(other[seed] for seed in own.keys() & other.keys())]
-    return all(curve[-1] > LEARNED_ABOVE for curve in runs)
+    points = curves.shape[1]
+    fine = np.linspace(0, points - 1, 1001)
+    inside = np.array([np.interp(fine, np.arange(points), curve) for curve in curves])
+    mean, low, high = mean_interval(inside - others[:, -1:])
+    shares = []
+    for lead in (mean, high, low):
+        reached = fine[lead >= 0] / (points - 1)
+        shares.append(float(reached[0]) if len(reached) else math.inf)
+    return shares
 
 
-def two_sided_p(differences: np.ndarray) -> float:
-    """Returns the p-value of a paired t-test: the density of Student's t beyond the statistic."""
-    count = len(differences)
-    degrees = count - 1
-    statistic = abs(differences.mean()) / (differences.std(ddof=1) / count**0.5)
-    # With t = sqrt(degrees) tan(a) the density is proportional to cos(a)^(degrees - 1).
-    angle = math.atan(statistic / degrees**0.5)
-    inside = np.trapezoid(np.cos(np.linspace(0, angle, 100_001)) ** (degrees - 1), dx=angle / 1e5)
-    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(math.pi) / 2
-    return max(0.0, 1 - 2 * math.exp(log_scale) * inside)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
+def holm(p_values: list[float]) -> list[float]:
     """Returns p-values corrected for all of them together (Holm, 1979)."""
-    order = np.argsort(p_values)
     corrected = [0.0] * len(p_values)
     largest = 0.0
-    for rank, place in enumerate(order):
+    for rank, place in enumerate(np.argsort(p_values)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
         corrected[place] = largest
     return corrected
 
 
-def difference_rows(found: list[Study]) -> list[dict[str, Any]]:
-    """Returns a line for each study, method and figure, with its corrected p-value."""
-    rows: list[dict[str, Any]] = []
-    for study in found:
-        for method in study.curves:
-            if method == GRPO:
-                continue
-            for figure, values in paired_differences(study, method).items():
-                row: dict[str, Any]
-                row = {"study": study.title, "method": method, "figure": figure}
-                row |= {"seeds": len(values), "more": values.mean()}
-                row |= {"low": "", "high": "", "p": "", "p_holm": ""}
-                if len(values) >= headroom.FEWEST_SEEDS and all_learned(study, method):
-                    row["low"], row["high"] = interval(values)
-                    row["p"] = two_sided_p(values)
-                rows.append(row)
+# ---- Runs that differ in their seeds alone -------------------------------------------------------
+class Group(NamedTuple):
+    """Such runs. Its fields, and the methods that return texts, are columns of tables."""
+
+    study: str
+    updates: int  # of a rollout
+    rate: str
+    method: str
+
+    def of(self, method: str) -> "Group":
+        """Returns the runs of another method, with as many updates and the same rate."""
+        return self._replace(method=method)
+
+    def is_there(self) -> bool:
+        return self in whole_runs()
+
+    def lines(self) -> list[list[Row]]:
+        """Returns the lines of the data of each run, by seed."""
+        runs = whole_runs().get(self, {})
+        return [runs[seed] for seed in sorted(runs)]
+
+    def curves(self) -> dict[int, np.ndarray]:
+        """Returns the learning curve of each seed."""
+        runs = whole_runs().get(self, {})
+        return {seed: np.array([float(x["sampled"]) for x in runs[seed]]) for seed in sorted(runs)}
+
+    def last(self, name: str) -> list[float]:
+        """Returns a figure of the last evaluation of each run."""
+        return [float(lines[-1][name]) for lines in self.lines()]
+
+    def title(self) -> str:
+        """Returns the study, and how many updates a rollout has where that differs."""
+        count = {1: "one update", 4: "four updates"}[self.updates]
+        has_both = len(STUDIES[self.study].rates) > 1
+        return f"{TITLES[self.study]}, {count}" if has_both else TITLES[self.study]
+
+    def over(self, other: "Group", figure: str) -> str:
+        """Returns what it has over GRPO; of GRPO's runs, the figure itself."""
+        if not self.is_there():
+            return "not run"
+        if self == other:
+            values = figure_of(np.array(list(self.curves().values())), figure)
+            return f"{values.mean():.3f}"
+        row = comparison(self, other, figure)
+        return "none" if row["low"] == "" else shown([row["more"], row["low"], row["high"]], "+.3f")
+
+    def area(self) -> str:
+        return self.over(self.of(GRPO), "area")
+
+    def end(self) -> str:
+        return self.over(self.of(GRPO), "end")
+
+    def share(self) -> str:
+        """Returns the share of GRPO's rollouts that it needs to reach GRPO's end."""
+        is_grpo = self.method == GRPO
+        return "" if is_grpo else shown(share_of_rollouts(*pairs_of(self, self.of(GRPO))))
+
+    def seeds(self) -> str:
+        return str(len(self.lines()))
+
+    def greedy(self) -> str:
+        return f"{np.mean(self.last('greedy')):.2f}"
+
+    def greedy_range(self) -> str:
+        return f"{min(self.last('greedy')):.2f} to {max(self.last('greedy')):.2f}"
+
+    def sampled(self) -> str:
+        return f"{np.mean(self.last('sampled')):.2f}"
+
+    def sampled_range(self) -> str:
+        return f"{min(self.last('sampled')):.3f} to {max(self.last('sampled')):.3f}"
+
+    def pass_at_4(self) -> str:
+        return f"{np.mean(self.last('pass_at_4')):.2f}"
+
+    def ends_that_learned(self) -> list[float]:
+        return [end for end in self.last("sampled") if end > LEARNED_ABOVE]
+
+    def learned(self) -> str:
+        """Returns how many runs learned, of how many: "8 of 12"."""
+        return (
+            f"{len(self.ends_that_learned())} of {self.seeds()}" if self.is_there() else "not run"
+        )
+
+    def learned_interval(self) -> str:
+        low, high = share_interval(len(self.ends_that_learned()), len(self.lines()))
+        return f"{low:.2f} to {high:.2f}"
+
+    def learned_end(self) -> str:
+        ends = self.ends_that_learned()
+        return f"{np.mean(ends):.3f}" if ends else "none"
+
+    def cut(self) -> str:
+        """Returns the share of updates whose gradient was cut, "?" where it was not counted."""
+        for row in read_csv(STUDY_DATA / "costs.csv"):
+            if (row["study"], int(row["updates"]), row["rate"], row["method"]) == self:
+                return f"{float(row['clipped']):.3f}"
+        return self.mean_of_updates("clipped", 3)
+
+    def completions(self) -> str:
+        return self.mean_of_updates("completions", 0)
+
+    def mean_of_updates(self, name: str, places: int) -> str:
+        """Returns the mean of a figure of all updates, "?" where it was not counted."""
+        lines = itertools.chain.from_iterable(self.lines())
+        values = [float(line[name]) for line in lines if line.get(name)]
+        return f"{np.mean(values):.{places}f}" if values else "?"
+
+
+@cache
+def whole_runs() -> dict[Group, dict[int, list[Row]]]:
+    """Returns the lines of each whole run, by its group and its seed."""
+    runs: dict[Group, dict[int, list[Row]]] = {}
+    for study in STUDIES:
+        last = str(STUDIES[study].rollouts)
+        found: dict[tuple, list[Row]] = {}
+        for line in read_csv(STUDY_DATA / f"{study}.csv"):
+            found.setdefault(key_of(line), []).append(line)
+        for (method, updates, rate, seed), lines in found.items():
+            if lines[-1]["rollout"] == last and method != SAME_AS_GRPO:
+                group = Group(study, updates, rate, method)
+                runs.setdefault(group, {})[seed] = lines
+    return {group: runs[group] for group in sorted(runs, key=place_of)}
+
+
+def place_of(group: Group) -> tuple[int, int, str, int]:
+    """Returns by what groups are sorted: study, updates, rate, and method."""
+    known = list(METHODS)
+    place = known.index(group.method) if group.method in known else len(known)
+    return list(STUDIES).index(group.study), group.updates, group.rate, place
+
+
+def groups_of(study: str) -> list[Group]:
+    """Returns the groups of a study that can be compared with GRPO, and GRPO's own."""
+    return [g for g in whole_runs() if g.study == study and g.of(GRPO).is_there()]
+
+
+def pairs_of(group: Group, other: Group) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the curves [S, points] of two groups on the seeds of both."""
+    own = group.curves()
+    others = other.curves()
+    seeds = sorted(own.keys() & others.keys())
+    return np.array([own[seed] for seed in seeds]), np.array([others[seed] for seed in seeds])
+
+
+def figure_of(curves: np.ndarray, figure: str) -> np.ndarray:
+    """Returns the "area" or the "end" of each curve."""
+    return area(curves) if figure == "area" else curves[:, -1]
+
+
+def comparison(group: Group, other: Group, figure: str) -> Row:
+    """Returns what a group has over another: mean, interval and p-value, "" without them."""
+    own, others = pairs_of(group, other)
+    more = figure_of(own, figure) - figure_of(others, figure)
+    row: Row = {"seeds": len(more), "more": more.mean(), "low": "", "high": "", "p": ""}
+    ends = np.concatenate([own[:, -1], others[:, -1]])
+    has_failed = group.study in CAN_FAIL and ends.min() <= LEARNED_ABOVE
+    if len(more) >= FEWEST_SEEDS and not has_failed:
+        _, row["low"], row["high"] = mean_interval(more)
+        error = more.std(ddof=1) / len(more) ** 0.5
+        row["p"] = two_sided_p(more.mean() / error, len(more) - 1)
+    return row
+
+
+@cache
+def differences() -> list[Row]:
+    """Returns a row for each study, method and figure, with its corrected p-value."""
+    rows = []
+    for study in STUDIES:
+        for group in groups_of(study):
+            keeps_curves = min(map(len, group.lines())) > 3
+            for figure in ("area", "end") if keeps_curves else ("end",):
+                row = {"study": group.title(), "rate": group.rate, "method": group.method}
+                if group.method != GRPO:
+                    row |= {"figure": figure} | comparison(group, group.of(GRPO), figure)
+                    rows.append(row)
     tested = [row for row in rows if row["p"] != ""]
     for row, corrected in zip(tested, holm([row["p"] for row in tested]), strict=True):
         row["p_holm"] = corrected
     return rows
 
 
-def draw_differences(found: list[Study], rows: list[dict[str, Any]], path: Path) -> None:
-    """Saves the forest plot: a panel for each study, a dot for each seed."""
-    import matplotlib
+# ---- Tables --------------------------------------------------------------------------------------
+def shown(numbers: list[float], form: str = ".2f") -> str:
+    """Returns "1.37 (1.22 to 1.53)"; an infinite share of rollouts is written as "never"."""
+    value, low, high = [f"{x:{form}}" if math.isfinite(x) else "never" for x in numbers]
+    return f"{value} ({low} to {high})"
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    size = (2.6 + 2.5 * len(found), 3.6)
-    figure, panels = plt.subplots(1, len(found), figsize=size, layout="constrained", sharey=True)
-    for panel, study in zip(panels, found, strict=True):
-        for place, method in enumerate(SHOWN):
-            if method not in study.curves:
-                box = {"facecolor": "white", "edgecolor": "none", "pad": 2}
-                at = {"ha": "center", "va": "center"}
-                panel.text(0, place, "not run", color="#888888", bbox=box, **at)
+def measured(row: Row, name: str) -> list[float]:
+    """Returns a figure of a table of worth with its interval. A cosine is at most 1."""
+    most = 1.0 if name == "direction" else math.inf
+    return [min(float(row[name + end]), most) for end in ("", "_low", "_high")]
+
+
+def table_of(groups: list[Group], columns: dict[str, str]) -> Table:
+    """Returns a table with a row for each group. Columns are headers -> what fills them."""
+    table = [list(columns)]
+    for group in groups:
+        cells = [getattr(group, name) for name in columns.values()]
+        table.append([cell() if callable(cell) else str(cell) for cell in cells])
+    return table
+
+
+def answer() -> Table:
+    """The result in six rows, at GRPO's own learning rates."""
+    table = [["method", "wrong policy (rate 0.002): area", "end", "four updates (0.001): end",
+              "sharpening (0.002): end", "SmolLM2 (4e-4): learned", "time of a step"]]  # fmt: skip
+    times = {}
+    for row in read_csv(DATA / "step_times/table.csv"):
+        times[NAMES.get(row["credit"], GRPO)] = row["ratio"]
+    for method in (GRPO, "ARCA", "OAR-G", "S-trace", "right answers only", "least variance"):
+        wrong = Group("wrong_policy", 1, "0.002", method)
+        four = Group("wrong_policy", 4, "0.001", method)
+        cells = [wrong.area(), wrong.end(), four.end()]
+        cells.append(Group("sharpening", 1, "0.002", method).end())
+        cells.append(Group("smollm2", 1, "4e-4", method).learned())
+        name = "the oracle" if method == "least variance" else method
+        table.append([name, *cells, times.get(method, "")])
+    return table
+
+
+def tests() -> Table:
+    """What remains of all tests after Holm's correction."""
+    tested = [row for row in differences() if row["p"] != ""]
+    kept = [row for row in tested if row["p_holm"] < 0.05]
+    table = [[f"{len(kept)} of {len(tested)} tests remain: study", "rate", "method", "figure",
+              "seeds", "over GRPO", "p", "p, corrected"]]  # fmt: skip
+    for row in kept:
+        cells = [row["study"], row["rate"], row["method"], row["figure"], str(row["seeds"])]
+        cells.append(shown([row["more"], row["low"], row["high"]], "+.3f"))
+        table.append([*cells, f"{row['p']:.2g}", f"{row['p_holm']:.2g}"])
+    return table
+
+
+def untrained() -> Table:
+    """What the policies can do before training."""
+    rows = read_csv(DATA / "untrained.csv")
+    return [list(rows[0]), *(list(row.values()) for row in rows)]
+
+
+def wrong_policy() -> Table:
+    """All methods on the wrong policy, at the rate that GRPO has there."""
+    rates = STUDIES["wrong_policy"].rates
+    groups = [group for group in groups_of("wrong_policy") if group.rate == rates[group.updates]]
+    return table_of(groups, {
+        "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
+        "greedy": "greedy", "sampled": "sampled", "pass@4": "pass_at_4", "area over GRPO": "area",
+        "end over GRPO": "end", "share of GRPO's rollouts": "share",
+        "updates whose gradient was cut": "cut",
+    })  # fmt: skip
+
+
+def three_rates() -> Table:
+    """The main methods on the wrong policy with one update, over GRPO at the same rate."""
+    rates = ("0.001", "0.002", "0.004")
+    headers = [f"{figure}, rate {rate}" for figure in ("area", "end") for rate in rates]
+    table = [["method", *headers]]
+    for method in MAIN:
+        groups = [Group("wrong_policy", 1, rate, method) for rate in rates]
+        areas = [group.area() for group in groups]
+        table.append([method, *areas, *(group.end() for group in groups)])
+    return table
+
+
+def sharpening() -> Table:
+    """All methods in sharpening, at rates that GRPO has there."""
+    return table_of(groups_of("sharpening"), {
+        "method": "method", "updates": "updates", "rate": "rate", "learned": "learned",
+        "area": "area", "end": "end", "greedy at the end, lowest to highest run": "greedy_range",
+        "pass@4": "pass_at_4", "updates whose gradient was cut": "cut",
+    })  # fmt: skip
+
+
+def chosen_rates() -> Table:
+    """Methods at rates that were searched for each alone, over GRPO at its own."""
+    table = [["study", "method", "its rate", "GRPO's rate", "learned", "area", "end"]]
+    for group in whole_runs():
+        grpo = group.of(GRPO)._replace(rate=STUDIES[group.study].rates[group.updates])
+        if not group.of(GRPO).is_there():
+            cells = [group.title(), group.method, group.rate, grpo.rate, group.learned()]
+            table.append([*cells, group.over(grpo, "area"), group.over(grpo, "end")])
+    return table
+
+
+def rollout_sizes() -> Table:
+    """Right answers only with small and with large rollouts."""
+    table = [["completions a rollout", "rate", "seeds", "GRPO", "right answers only", "end"]]
+    for study in ("small_rollouts", "default_command"):
+        group = Group(study, 1, STUDIES[study].rates[1], "right answers only")
+        size = str(STUDIES[study].completions)
+        cells = [size, group.rate, group.seeds(), group.of(GRPO).end(), group.over(group, "end")]
+        table.append([*cells, group.end()])
+    return table
+
+
+ON_SMOLLM2 = {  # columns
+    "method": "method", "rate": "rate", "learned": "learned",
+    "95% interval of that share": "learned_interval", "end, lowest to highest": "sampled_range",
+    "mean end of those that learned": "learned_end", "updates whose gradient was cut": "cut",
+}  # fmt: skip
+
+
+def smollm2() -> Table:
+    """All runs on SmolLM2."""
+    return table_of(groups_of("smollm2"), ON_SMOLLM2)
+
+
+def smollm2_float32() -> Table:
+    """The same in float32, with how many completions a rollout sampled."""
+    columns = ON_SMOLLM2 | {"completions a rollout": "completions"}
+    return table_of(groups_of("smollm2_float32"), columns)
+
+
+def worth() -> Table:
+    """How good a gradient each method gives to the untrained policy of sharpening."""
+    of_method = {row["method"]: row for row in read_csv(DATA / "worth/study_8_operations.csv")}
+    table = [["method", "Adam's worth", "worth", "direction"]]
+    for name in WORTH:
+        figures = [measured(of_method[name], figure) for figure in ("adam", "worth", "direction")]
+        table.append([NAMES.get(name, name), *map(shown, figures)])
+    return table
+
+
+def right_only() -> Table:
+    """The worth of right answers only at five policies."""
+    table = [["policy", "share of right answers", "Adam's worth of right answers only"]]
+    for name, policy in POLICIES.items():
+        rows = {row["method"]: row for row in read_csv(DATA / f"worth/{name}.csv")}
+        row = rows[RIGHT_ONLY]
+        table.append([policy, f"{float(row['reward']):.2f}", shown(measured(row, "adam"))])
+    return table
+
+
+@cache
+def predictions() -> list[tuple[Group, float, list[float], list[float]]]:
+    """Returns the methods whose worth was measured before they were trained.
+
+    Each has the power that makes Adam's worth a number of completions, Adam's worth, and that
+    number, with intervals. That of the number holds the uncertainty of the power.
+    """
+    found = []
+    files = {"sharpening": "8_operations_start", "wrong_policy": "study_misconceived"}
+    for study, name in files.items():
+        rows = {row["method"]: row for row in read_csv(DATA / f"worth/{name}.csv")}
+        power = math.log(0.5) / math.log(float(rows["half of the groups"]["adam"]))
+        for method, row in rows.items():
+            group = Group(study, 1, STUDIES[study].rates[1], NAMES.get(method, method))
+            if group.is_there():
+                found.append((group, power, measured(row, "adam"), measured(row, "completions")))
+    return found
+
+
+def completions() -> Table:
+    """Predicted and measured shares of GRPO's rollouts."""
+    table = [["task", "method", "Adam's worth", "power", "completions",
+              "share of rollouts, predicted", "share of rollouts, in training"]]  # fmt: skip
+    for group, power, adam, (number, low, high) in predictions():
+        cells = [TITLES[group.study], group.method, shown(adam), f"{power:.2f}", f"{number:.2f}"]
+        table.append([*cells, shown([1 / number, 1 / high, 1 / low]), group.share()])
+    return table
+
+
+def tokens() -> Table:
+    """Where each method puts its weight, before and after training."""
+    table = [["method", "weight of a result digit", "of the first wrong token", "its AUROC",
+              "its AUROC among result digits", "EffN/T"]]  # fmt: skip
+    rows = read_csv(DATA / "decisive_tokens/table.csv")
+    for before, after in zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True):
+        cells = [NAMES.get(before["credit"], before["credit"])]
+        for name in ("result", "first_wrong", "auroc", "auroc_among_results", "effn"):
+            cells.append(f"{float(before[name]):.2f} / {float(after[name]):.2f}")  # noqa: PERF401
+        table.append(cells)
+    return table
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    function.__name__: function
+    for function in (
+        answer, tests, untrained, wrong_policy, three_rates, sharpening, chosen_rates,
+        rollout_sizes, smollm2, smollm2_float32, worth, right_only, completions, tokens,
+    )
+}  # fmt: skip
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def markdown(table: Table) -> str:
+    """Returns a table as Markdown."""
+    rule = ["---"] * len(table[0])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [table[0], rule, *table[1:]])
+
+
+def rewritten(page: str) -> str:
+    """Returns a page with its tables as they are now."""
+
+    def current(match: re.Match) -> str:
+        return match[1] + markdown(TABLES[match[2]]()) + match[3]
+
+    return MARKED.sub(current, page)
+
+
+# ---- Figures -------------------------------------------------------------------------------------
+def draw_differences(path: Path, studies: list[Group]) -> None:
+    """Saves what the main methods have over GRPO at the end: a panel a study, a dot a seed."""
+    size = (2.6 + 2.5 * len(studies), 3.6)
+    figure, panels = plt.subplots(1, len(studies), figsize=size, layout="constrained", sharey=True)
+    for panel, grpo in zip(panels, studies, strict=True):
+        panel.axvline(0, color="black", linewidth=1)
+        for place, (method, color) in enumerate(SHOWN.items()):
+            group = grpo.of(method)
+            if not group.is_there():
+                panel.text(0, place, " not run", color="#666666", va="center")
                 continue
-            color = headroom.COLORS[method]
-            values = paired_differences(study, method)["end"]
+            own, others = pairs_of(group, grpo)
+            values = own[:, -1] - others[:, -1]
             panel.plot(values, [place] * len(values), "o", color=color, markersize=5, alpha=0.45)
-            key = (study.title, method, "end")
-            row = next(row for row in rows if (row["study"], row["method"], row["figure"]) == key)
+            row = comparison(group, grpo, "end")
             if row["low"] != "":
                 limits = [row["low"], row["high"]]
                 panel.plot(limits, [place, place], color=color, linewidth=3, alpha=0.6)
                 panel.plot(row["more"], place, "D", color=color, markeredgecolor="white")
-        panel.axvline(0, color="black", linewidth=1)
-        runs = len(study.curves[GRPO])
-        panel.set_title(f"{study.title}\n({runs} seeds of GRPO)", loc="left", fontsize=10)
+        title = f"{grpo.title()}\nrate {grpo.rate}, {grpo.seeds()} seeds of GRPO"
+        panel.set_title(title, loc="left", fontsize=10)
         panel.grid(axis="x", alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
     labels = [f"{name} (oracle)" if name == "least variance" else name for name in SHOWN]
     panels[0].set_yticks(range(len(SHOWN)), labels)
-    panels[0].set_ylim(len(SHOWN) - 0.5, -0.5)
+    panels[0].invert_yaxis()
     figure.supxlabel("difference from GRPO in held-out sampled accuracy at the end", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-# ---- What worth predicts -------------------------------------------------------------------------
-def prediction_row(task: str, worth: dict[str, str], share: Sequence[float]) -> dict[str, Any]:
-    """Returns a line of prediction.csv. A share is a value and the ends of its interval.
-
-    The interval of the predicted share holds the uncertainty of the control, by which worth becomes
-    a number of completions.
-    """
-    ends = ("", "_low", "_high")
-    completions, fewest, most = (float(worth[f"completions{end}"]) for end in ends)
-    row: dict[str, Any] = {"task": task, "method": LABELS.get(worth["method"], worth["method"])}
-    row |= {f"adam{end}": float(worth[f"adam{end}"]) for end in ("", "_low", "_high")}
-    row |= {"completions": completions, "predicted": 1 / completions}
-    row |= {"predicted_low": 1 / most, "predicted_high": 1 / fewest}
-    return row | dict(zip(("share", "share_low", "share_high"), share, strict=True))
-
-
-def prediction_rows() -> list[dict[str, Any]]:
-    """Returns a line for each method whose worth was measured before training, and its share."""
-    rows = []
-    trained = {row["method"]: row for row in read_csv(DATA / "learning_curves/chains.csv")
-               if row["regime"] == "one update"}  # fmt: skip
-    measured = read_csv(DATA / "worth/8_operations_start.csv")
-    for worth in measured:
-        names = [name for name in trained if LABELS.get(name) == LABELS.get(worth["method"])]
-        if worth["method"] not in LABELS or worth["method"] == "uniform (GRPO)" or not names:
-            continue
-        row = trained[names[0]]
-        share = [float(row[f"share_{key}"]) for key in ("of_rollouts", "low", "high")]
-        rows.append(prediction_row("sharpening", worth, share))
-
-    at_rate = {row["method"]: row for row in read_csv(DATA / "headroom/table.csv")
-               if row["rate"] == headroom.RATE}  # fmt: skip
-    measured = read_csv(DATA / "worth/study_misconceived.csv")
-    for worth in measured:
-        name = LABELS.get(worth["method"])
-        if name in at_rate and name != GRPO:
-            row = at_rate[name]
-            share = [float(row[key]) for key in ("share", "share_low", "share_high")]
-            rows.append(prediction_row("wrong policy", worth, share))
-    return rows
+def draw_curves(path: Path, studies: list[Group]) -> None:
+    """Saves the mean learning curves of the main methods: a panel a study."""
+    figure, panels = plt.subplots(1, len(studies), figsize=(14, 4.2), layout="constrained")
+    for panel, grpo in zip(panels, studies, strict=True):
+        study = STUDIES[grpo.study]
+        for method in (*SHOWN, GRPO):
+            curves = list(grpo.of(method).curves().values())
+            if curves:
+                rollouts = np.arange(len(curves[0])) * study.every
+                width = 2.5 if method == GRPO else 1.5
+                label = f"{method} ({len(curves)})"
+                mean = np.mean(curves, 0)
+                panel.plot(rollouts, mean, color=COLORS[method], linewidth=width, label=label)
+        panel.set_title(f"{grpo.title()}, rate {grpo.rate}", loc="left", fontsize=10)
+        panel.set_xlabel(f"rollouts of {study.completions} completions")
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False, fontsize=8, title="method (seeds)", title_fontsize=8)
+    panels[0].set_ylabel("held-out sampled accuracy, mean over seeds")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
-def draw_prediction(rows: list[dict[str, Any]], path: Path) -> None:
-    """Saves the figure: predicted share against that of training. On the line they are equal."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def draw_prediction(path: Path) -> None:
+    """Saves predicted against measured shares of rollouts. On the dashed line they are equal."""
     figure, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
-    for row in rows:
-        color = headroom.COLORS.get(row["method"], "#888888")
-        is_wrong_policy = row["task"] == "wrong policy"
-        x = row["predicted"]
-        y = min(row["share"], NEVER)
-        ends = np.minimum([row["share_low"], row["share_high"]], NEVER)
-        axes.plot([x, x], ends, color=color, linewidth=2, alpha=0.4)
-        ends = np.minimum([row["predicted_low"], row["predicted_high"]], NEVER)
-        axes.plot(ends, [y, y], color=color, linewidth=2, alpha=0.4)
-        label = f"{row['method']}, {row['task']}"
-        marker = "D" if is_wrong_policy else "o"
-        axes.plot(x, y, marker, color=color, markersize=8, label=label)
+    for group, _, _, number in predictions():
+        color = COLORS.get(group.method, "#888888")
+        predicted = np.minimum(1 / np.array(number), NEVER)
+        share = np.minimum(share_of_rollouts(*pairs_of(group, group.of(GRPO))), NEVER)
+        axes.plot([predicted[0]] * 2, share[1:], color=color, linewidth=2, alpha=0.4)
+        axes.plot(predicted[1:], [share[0]] * 2, color=color, linewidth=2, alpha=0.4)
+        marker = "D" if group.study == "wrong_policy" else "o"
+        label = f"{group.method}, {TITLES[group.study]}"
+        axes.plot(predicted[0], share[0], marker, color=color, markersize=8, label=label)
     axes.plot([0, NEVER], [0, NEVER], color="#888888", linewidth=1, linestyle="--")
     axes.axhline(NEVER, color="#888888", linewidth=1)
-    axes.text(0.3, NEVER + 0.02, "not reached", fontsize=9, color="#666666")
+    axes.text(0.02, NEVER + 0.02, "not reached", fontsize=9, color="#666666")
     axes.set_xlim(0, NEVER + 0.1)
     axes.set_ylim(0, NEVER + 0.1)
     axes.set_xlabel("predicted from worth, before training")
@@ -298,17 +645,16 @@ def draw_prediction(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    found = studies()
-    rows = difference_rows([*found, *rollout_size_studies()])
-    write_table(rows, OUTPUT / "differences.csv")
-    draw_differences(found, rows, OUTPUT / "differences.png")
-    predictions = prediction_rows()
-    write_table(predictions, OUTPUT / "prediction.csv")
-    draw_prediction(predictions, OUTPUT / "prediction.png")
-    for row in rows:
-        print(*(f"{x:.4g}" if isinstance(x, float) else x for x in row.values()), sep="  ")
-    for row in predictions:
-        print(*(f"{x:.3g}" if isinstance(x, float) else x for x in row.values()), sep="  ")
+    for page in PAGES:
+        page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+    write_csv(differences(), OUTPUT / "differences.csv")
+    one_update = []
+    for study in ("wrong_policy", "sharpening", "smollm2"):
+        one_update.append(Group(study, 1, STUDIES[study].rates[1], GRPO))
+    four_updates = [Group(study, 4, "0.001", GRPO) for study in ("wrong_policy", "sharpening")]
+    draw_differences(OUTPUT / "differences.png", one_update + four_updates)
+    draw_curves(OUTPUT / "curves.png", one_update)
+    draw_prediction(OUTPUT / "prediction.png")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Compares the numbers of this checkout with those of another one, bit by bit.
+"""Compares the numbers of this checkout with those of 5891383, bit by bit.
 
-    git worktree add ../before 4bbb234
-    python tests/compare_checkouts.py ../before
+    git worktree add ../before 5891383
+    python tests/compare_checkouts.py ../before [case ...]
 
-Every script runs for a few updates with every `--credit`, in float32 and in bfloat16, from the same
-seed in both checkouts. All metrics but times and memory must be equal, and so must the adapters.
-Exit code 1 if something differs. The results of the other checkout are kept in its folder runs/.
+Both run the same cases from the same seed. All metrics but times and memory must be equal, and so
+must the adapters. Exit code 1 if something differs. The results of the other checkout are kept in
+its folder runs/, and a case that is done there is not run again.
 """
 
-import argparse
 import filecmp
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,85 +19,89 @@ from typing import Any, get_args, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-
-SCRIPTS = ("grpo_arca", "grpo_oar", "grpo_strace")
-# Two passes over a rollout of two updates, with a KL term: the most that the loop can be asked for.
-FLAGS = [
-    "--max_steps",
-    "5",
-    "--num_iterations",
-    "2",
-    "--steps_per_generation",
-    "4",
-    "--gradient_accumulation_steps",
-    "2",
-    "--per_device_train_batch_size",
-    "16",
-    "--beta",
-    "0.01",
-    "--lora_dropout",
-    "0.05",
-    "--eval_steps",
-    "0",
-    "--max_eval_samples",
-    "16",
-    "--num_generations_eval",
-    "2",
-    "--save_steps",
-    "0",
-    "--warmup_steps",
-    "0",
-]
 VARYING = ("seconds", "tokens_per_second", "peak_memory_gb")  # beginnings of names
+SHORT = (
+    "--max_steps 3 --per_device_train_batch_size 16 --max_eval_samples 16 --num_generations_eval 2 "
+    "--eval_steps 0 --save_steps 0 --warmup_steps 0"
+)
+# Two passes over a rollout of two updates, with KL and dropout: all that the loop can be asked for.
+LONG = (
+    f"{SHORT} --max_steps 5 --num_iterations 2 --steps_per_generation 4 --lora_dropout 0.05 "
+    "--gradient_accumulation_steps 2 --beta 0.01"
+)
 
 
-def credits_of(script: str) -> tuple[str, ...]:
-    """Returns the choices of a script's --credit."""
-    module = __import__(script)
-    return get_args(get_type_hints(module.Args)["credit"])
+def cases() -> dict[str, tuple[str, str]]:
+    """Returns a script and its flags by the name of each case."""
+    found = {}
+    for script in ("grpo_arca", "grpo_oar", "grpo_strace"):
+        credits = get_args(get_type_hints(__import__(script).Args)["credit"])
+        for credit in credits:
+            for dtype in ("float32", "bfloat16"):
+                flags = f"{LONG} --credit {credit} --dtype {dtype}"
+                found[f"{script}-{credit}-{dtype}"] = (script, flags)
+    arca = {
+        "default_run": "",
+        "dapo": f"{SHORT} --loss_type dapo --beta 0.05 --credit divergence",
+        "dr_grpo": f"{SHORT} --loss_type dr_grpo --scale_rewards batch --lora_dropout 0.1 "
+        "--mask_truncated_completions True --max_completion_length 40",
+        "top_p": f"{SHORT} --top_p 0.9 --temperature 0.8",
+        "right_only": f"{SHORT} --negative_weight 0 --skip_zero_gradient True",
+        "two_processes": f"{LONG}",
+        "start_adapter": f"{SHORT} --beta 0.05",
+        "checkpointed": f"{SHORT} --gradient_checkpointing True --rollout_weights quantized",
+    }
+    return found | {name: ("grpo_arca", flags) for name, flags in arca.items()}
 
 
-def run(checkout: Path, script: str, credit: str, dtype: str) -> Path:
-    """Runs a script in a checkout, unless it has been run there, and returns the output folder."""
-    folder = checkout / "runs" / "compare_checkouts" / f"{script}-{credit}-{dtype}"
-    if (folder / "summary.json").exists() and checkout != ROOT:
+def run(checkout: Path, name: str, script: str, flags: str) -> Path:
+    """Runs a case in a checkout, unless that is done there, and returns the output folder."""
+    folder = checkout / "runs/compare_checkouts" / name
+    is_other = checkout != ROOT
+    if (folder / "summary.json").exists() and is_other:
         return folder
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
-    flags = [*FLAGS, "--credit", credit, "--dtype", dtype, "--output_dir", str(folder)]
-    command = [sys.executable, f"{script}.py", *flags]
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, f"{script}.py", *flags.split(), "--output_dir", str(folder)]
+    if "--beta" in flags and not is_other:
+        command += ["--use_bias_correction_kl", "False"]
+    if name == "two_processes":
+        launch = f"{sys.executable} -m accelerate.commands.launch --multi_gpu --num_processes 2"
+        command[:1] = launch.split()
+    if name == "start_adapter":
+        adapter = checkout / "runs/compare_checkouts/default_run/adapter"
+        command += ["--model_name_or_path" if is_other else "--start_adapter", str(adapter)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
-    subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True)
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{name} in {checkout} failed:\n{done.stderr[-2000:]}")
     return folder
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Returns the rows of metrics.jsonl, without what differs between two runs."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: row[key] for key in row if not key.startswith(VARYING)} for row in rows]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compares the numbers of two checkouts.")
-    parser.add_argument("other", type=Path, help="folder of the other checkout")
-    parser.add_argument("--scripts", nargs="+", default=SCRIPTS)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    options = parser.parse_args()
-
-    differing = 0
-    for script in options.scripts:
-        for credit in credits_of(script):
-            for dtype in options.dtypes:
-                folders = [run(path, script, credit, dtype) for path in (ROOT, options.other)]
-                ours, theirs = map(metrics_of, folders)
-                adapters = [folder / "adapter/adapter_model.safetensors" for folder in folders]
-                same_metrics = ours == theirs
-                same_adapter = filecmp.cmp(*adapters, shallow=False)
-                differing += not (same_metrics and same_adapter)
-                said = f"metrics {'equal' if same_metrics else 'DIFFER'}"
-                said += f", adapter {'equal' if same_adapter else 'DIFFERS'}"
-                print(f"{script} {credit} {dtype}: {said}", flush=True)
-    print(f"{differing} differ")
-    sys.exit(differing > 0)
+    other = Path(sys.argv[1]).resolve()
+    differing = []
+    for name, (script, flags) in cases().items():
+        if sys.argv[2:] and name not in sys.argv[2:]:
+            continue
+        ours, theirs = [run(checkout, name, script, flags) for checkout in (ROOT, other)]
+        differences = []
+        for our_row, their_row in zip(rows_of(ours), rows_of(theirs), strict=True):
+            for key, value in their_row.items():  # ours may have further ones
+                if our_row[key] != value:
+                    differences.append(f"step {our_row['step']} {key} {our_row[key]} {value}")
+        adapters = [folder / "adapter/adapter_model.safetensors" for folder in (ours, theirs)]
+        if not filecmp.cmp(*adapters, shallow=False):
+            differences.append("adapter")
+        print(f"{name}: {', '.join(differences[:5]) or 'equal'}", flush=True)
+        differing += [name] if differences else []
+    print(f"{len(differing)} differ: {differing}")
+    sys.exit(bool(differing))
 
 
 if __name__ == "__main__":

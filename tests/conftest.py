@@ -6,40 +6,35 @@ import os
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
-from accelerate.state import AcceleratorState, PartialState
-from support import (  # some files take these helpers from here
-    ROOT,
-    TINY,
-    TINY_RUN,
-    command_line,
-    load_data_once,
-    random_batch,  # noqa: F401
-    randomize_adapter,
-)
-from transformers import AutoTokenizer
+from accelerate.state import AcceleratorState
+from support import ROOT, TINY, TINY_RUN, command_line, few_chains, randomize_adapter
 
+import common.data
 import common.report
-import grpo_arca as trainer
-
-TRIAL_STEP = trainer.trial_step
+import grpo_arca
 
 
 @pytest.fixture(scope="session")
 def make_run():
-    """make_run(num_generations=4, ...) -> a Run on the tiny policy, with an adapter that acts."""
+    """make_run(num_generations=4, ...) -> a Run on the tiny policy, with an adapter that acts.
 
-    def make(module=trainer, model: str = TINY, adapter: float = 0.05, **flags):
+    Of the embedded task it has the first 40 problems.
+    """
+
+    def make(module=grpo_arca, model: str = TINY, adapter: float = 0.05, **flags):
         argv = ["--model_name_or_path", model, "--per_device_train_batch_size", "8"]
         argv += ["--num_generations", "4", "--max_completion_length", "24"]
         argv += ["--gradient_accumulation_steps", "1"]
         for name, value in flags.items():
-            argv += [f"--{name}", str(value)]
-        args = module.parse_args(argv)
+            argv += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
         AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
-        run = module.build_run(args, AutoTokenizer.from_pretrained(model))
-        randomize_adapter(run.model, adapter)
+        with mock.patch.object(common.data, "chain_problems", few_chains):
+            run = module.Run(module.parse_args(argv))
+        if adapter is not None:
+            randomize_adapter(run.model, adapter)
         return run
 
     return make
@@ -50,39 +45,35 @@ def run_main(monkeypatch, tmp_path, capfd):
     """run_main(max_steps=4, ...) -> (exit code, stdout, stderr) of grpo_arca.py, in this process.
 
     Its files are in tmp_path/out. The curves, which take a second and are tested elsewhere, are not
-    drawn, and the embedded task is read once. Nor is there a step on trial before the first one,
-    which takes a third of the time; the fixture `step_on_trial` brings it back.
+    drawn, and of the embedded task it has the first 40 problems. Exceptions that are no SystemExit
+    or KeyboardInterrupt are raised here, too.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # --reward_funcs adds the working directory
     monkeypatch.setattr(common.report, "write_curves", lambda *_: None)
-    monkeypatch.setattr(trainer, "load_data", load_data_once)
-    monkeypatch.setattr(trainer, "trial_step", no_step_on_trial)
+    monkeypatch.setattr(common.data, "chain_problems", few_chains)
 
     def start(**flags) -> tuple[int, str, str]:
         argv = command_line(TINY_RUN | {"output_dir": "out"} | flags)
         monkeypatch.setattr(sys, "argv", ["grpo_arca.py", *argv])
         AcceleratorState._reset_state()  # as in a process of its own
         code = 0
+        said = ""
         try:
-            trainer.main()
+            grpo_arca.run_to_the_end(grpo_arca.parse_args())
+        except KeyboardInterrupt:
+            code = 1
         except SystemExit as stop:
-            code = stop.code
-        return code, *capfd.readouterr()
+            code = 1 if isinstance(stop.code, str) else stop.code
+            said = f"{stop.code}\n"
+        out, err = capfd.readouterr()
+        return code, out, err + said
 
     yield start
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def no_step_on_trial(*_) -> float:
-    return 0.0
-
-
-@pytest.fixture
-def step_on_trial(run_main, monkeypatch) -> None:
-    """Lets runs of `run_main` begin with the trainer's own step on trial."""
-    monkeypatch.setattr(trainer, "trial_step", TRIAL_STEP)
 
 
 @pytest.fixture
@@ -110,16 +101,3 @@ def smollm2(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("smollm2")
     subprocess.run([sys.executable, ROOT / "tools/smollm2.py", folder], check=True)
     return str(folder)
-
-
-@pytest.fixture(autouse=True)
-def as_before():
-    """Undoes what a refused launch leaves: variables and a half-made state of Accelerate."""
-    variables = dict(os.environ)
-    yield
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update(variables)
-    state = PartialState._shared_state
-    if state and state.get("device") is None:
-        AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,57 +1,56 @@
-"""The style of everything but the tests: short lines, short functions, one statement one thing."""
+"""The scripts are one trainer, small and plain: same text, few statements, one thing on a line."""
 
 import ast
+import dataclasses
+import importlib
 import io
+import itertools
+import re
 import tokenize
 
 import pytest
-from support import ROOT
+from support import ROOT, SCRIPTS
 
-FOLDERS = ("common", "tools", "results")
-FILES = sorted(ROOT.glob("grpo_*.py"))
-FILES += sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-MAX_COLUMNS = 100
-MAX_FUNCTION = 50  # lines, from the `def` to the last one
-MAX_PACKED = 1.5  # packed constructs per 100 lines of code
-
-
-def ids(path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_lines_are_at_most_100_columns(path):
-    lines = enumerate(path.read_text().split("\n"), 1)
-    long = [f"line {number}: {len(line)}" for number, line in lines if len(line) > MAX_COLUMNS]
-    assert not long
-
-
-# ---- Functions -----------------------------------------------------------------------------------
-def long_functions(source: str) -> list[str]:
-    """Returns the functions that have too many lines."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            size = node.end_lineno - node.lineno + 1
-            if size > MAX_FUNCTION:
-                found.append(f"{node.name} (line {node.lineno}): {size} lines")
-    return found
+BUDGET = {  # pattern of files: statements they may have in all, docstrings not counted
+    "grpo_arca.py": 785,
+    "grpo_strace.py": 790,
+    "grpo_oar.py": 960,
+    "common/**/*.py": 960,
+    "methods/**/*.py": 320,
+    "tools/**/*.py": 840,
+    "results/**/*.py": 1100,
+    "tests/**/*.py": 5400,
+}
+MAX_PACKED = 1.0  # packed constructs per 100 lines of code
+PLAIN = sorted([*ROOT.glob("grpo_*.py"), *ROOT.glob("common/*.py")])
+BEGIN = "# === CREDIT ==="
+END = "# === END CREDIT ==="
+# Flags outside the CREDIT regions that TRL lacks. Every other one has TRL's name, so that a TRL
+# command line carries over; think twice before adding to this list.
+OURS = {
+    "answer_column", "cuda_graphs", "eval_dataset_name", "max_eval_samples", "max_resample_times",
+    "negative_weight", "per_device_rollout_batch_size", "prompt_column", "rollout_weights",
+    "skip_zero_gradient", "start_adapter", "system_prompt",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_functions_are_at_most_50_lines(path):
-    assert not long_functions(path.read_text())
+def source_of(script: str) -> str:
+    return (ROOT / f"{script}.py").read_text()
 
 
-def test_long_functions_are_found():
-    function = "def f():\n" + "    x = 1\n" * 49
-    assert not long_functions(function)
-    assert long_functions(function + "    x = 1\n") == ["f (line 1): 51 lines"]
-    method = "class A:\n    def f(self):\n" + "        x = 1\n" * 50
-    assert long_functions(method) == ["f (line 2): 51 lines"]
+# ---- Size and plainness --------------------------------------------------------------------------
+def is_docstring(node: ast.AST) -> bool:
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)
 
 
-# ---- Packed constructs ---------------------------------------------------------------------------
+@pytest.mark.parametrize("pattern", BUDGET)
+def test_there_are_no_more_statements_than_the_budget_has(pattern):
+    nodes = [node for path in ROOT.glob(pattern) for node in ast.walk(ast.parse(path.read_text()))]
+    count = sum(isinstance(node, ast.stmt) and not is_docstring(node) for node in nodes)
+    assert count <= BUDGET[pattern]
+
+
 def packed_kind(node: ast.AST) -> str | None:
     """Returns the construct that a node is, if it is one that packs code."""
     comprehensions = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -65,11 +64,6 @@ def packed_kind(node: ast.AST) -> str | None:
         return "splat in a call"
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Tuple | ast.BoolOp | ast.IfExp):
         return "expression as a statement"
-    if isinstance(node, ast.Return) and isinstance(node.value, ast.BoolOp):
-        first = node.value.values[0]
-        last = node.value.values[-1]
-        if isinstance(first, ast.Name) and isinstance(last, ast.Call):
-            return "return of a condition and a call"
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
         target = node.targets[0]
         if isinstance(target, ast.Tuple):
@@ -82,73 +76,98 @@ def packed_kind(node: ast.AST) -> str | None:
 
 def packed_constructs(source: str) -> list[str]:
     """Returns what packs code, with its line."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        kind = packed_kind(node)
-        if kind is not None:
-            found.append((node.lineno, kind))
-    return [f"line {line}: {kind}" for line, kind in sorted(found)]
+    kinds = [(node, packed_kind(node)) for node in ast.walk(ast.parse(source))]
+    return [f"line {node.lineno}: {kind}" for node, kind in kinds if kind is not None]
 
 
 def code_lines(source: str) -> int:
     """Returns the number of lines that hold more than comments and docstrings."""
-    layout = (
-        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    )  # fmt: skip
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in layout:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_constant and isinstance(node.value.value, str):  # a docstring
-            lines.difference_update(range(node.lineno, node.end_lineno + 1))
+    for node in filter(is_docstring, ast.walk(ast.parse(source))):
+        lines.difference_update(range(node.lineno, node.end_lineno + 1))
     return len(lines)
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
+@pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.name)
 def test_code_is_not_packed(path):
     """A line that does three things is read three times. A few such lines may stay in a file."""
-    source = path.read_text()
-    found = packed_constructs(source)
-    allowed = max(1, int(MAX_PACKED * code_lines(source) / 100))
-    assert len(found) <= allowed, "\n".join(found)
+    found = packed_constructs(path.read_text())
+    assert len(found) <= MAX_PACKED / 100 * code_lines(path.read_text()), "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "if (n := len(x)): pass",
-        "f = lambda x: x",
-        "a, b = c, d",
-        "[x for y in z for x in y]",
-        "f(**flags)",
-        "f(), g()",
-        "x or f()",
-        "f() if x else g()",
-        "def f(x):\n    return x and g()",
-    ],
-)
-def test_packed_code_is_found(line):
-    assert len(packed_constructs(line)) == 1
+def test_packed_code_is_found_and_plain_code_is_not():
+    packed = ("if (n := len(x)): pass", "f = lambda x: x", "a, b = c, d", "f(**flags)", "f(), g()")
+    for line in (*packed, "[x for y in z for x in y]", "x or f()", "f() if x else g()"):
+        assert len(packed_constructs(line)) == 1, line
+    for line in ("a, b = b, a", "a, b = f()", "x = y or f()", "f(*values)", "[x for x in y if x]"):
+        assert packed_constructs(line) == [], line
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "a, b = b, a",
-        "a, b = f()",
-        "x = y or f()",
-        "f(*values)",
-        "[x for x in y if x]",
-        "def f(x):\n    return x.a and x.b",
-    ],
-)
-def test_plain_code_is_not_taken_for_packed(line):
-    assert packed_constructs(line) == []
+# ---- One trainer ---------------------------------------------------------------------------------
+def shared_lines(source: str) -> list[tuple[int, str]]:
+    """Returns number and text of the lines that must be the same in every script.
+
+    The docstring's lines are dropped and each CREDIT region is cut down to its two marks, so a
+    region that moves is a difference, too.
+    """
+    docstring = ast.parse(source).body[0]
+    lines = []
+    inside = False
+    for number, line in enumerate(source.split("\n"), 1):
+        inside = inside and line.strip() != END
+        if not inside and not docstring.lineno <= number <= docstring.end_lineno:
+            lines.append((number, line))
+        inside = inside or line.strip() == BEGIN
+    return lines
 
 
-def test_comments_and_docstrings_are_no_code():
-    source = 'def f():\n    """Returns\n\n    1."""\n    # one\n\n    return (\n        1\n    )\n'
-    assert code_lines(source) == 4
+def first_difference(source: str, other: str) -> str | None:
+    """Returns where the shared parts of two scripts first differ; None where they are the same."""
+    pairs = itertools.zip_longest(shared_lines(source), shared_lines(other), fillvalue=(0, ""))
+    for (number, line), (other_number, other_line) in pairs:
+        if line != other_line:
+            return f"line {number}: {line!r}\nline {other_number}: {other_line!r}"
+    return None
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_are_identical_outside_docstring_and_credit_regions(script):
+    """Each has two regions: flags inside Args, and the three functions of a method."""
+    source = source_of(script)
+    assert first_difference(source_of(SCRIPTS[0]), source) is None
+    marks = re.findall(r"^ *(# ===.*?)\s*$", source, re.MULTILINE)
+    assert marks == [BEGIN, END] * 2
+    method = source.split(BEGIN)[2].split(END)[0]
+    functions = [node.name for node in ast.parse(method).body if isinstance(node, ast.FunctionDef)]
+    assert {"token_scores", "assign_credit", "surrogate_terms"} <= set(functions)
+
+
+def test_the_comparison_sees_every_difference():
+    source = source_of(SCRIPTS[0])
+    assert first_difference(source, '"""Another."""' + source.split('"""', 2)[2]) is None
+    assert first_difference(source, source.replace(BEGIN, f"{BEGIN}\n    x = 1", 1)) is None
+    for old, new in (
+        ("import torch\n", "import torch \n"),
+        (f"{END}\n\n\n", f"{END}\n\n\n\n"),
+        (f"    {END}\n    # optimizer\n", f"    # optimizer\n    {END}\n"),
+    ):
+        assert first_difference(source, source.replace(old, new, 1)) is not None, old
+
+
+def test_flags_have_trls_names_or_are_on_the_list():
+    trl = pytest.importorskip("trl", reason="pip install trl")
+    arguments = importlib.import_module("trl.scripts.grpo").GRPOScriptArguments
+    theirs = set()
+    for part in (trl.GRPOConfig, trl.ModelConfig, arguments):
+        theirs |= {flag.name for flag in dataclasses.fields(part)}
+    ours = set()
+    for script in SCRIPTS:
+        flags = dataclasses.fields(importlib.import_module(script).Args)
+        assert all(len(flag.metadata["help"]) > 5 for flag in flags)
+        names = {flag.name for flag in flags}
+        ours = names & ours or names  # what all scripts have
+    assert ours - {"credit"} - theirs == OURS

@@ -1,14 +1,15 @@
 """Measures before you train: what is one completion worth under a credit method?
 
-    python tools/worth.py my_method.py "grpo_arca.py --credit surprisal"    # ten minutes, 2 cores
-    python tools/worth.py my_method.py --batches 24 -- --model_name_or_path Qwen/Qwen3-1.7B \\
-        --dataset_name openai/gsm8k --max_completion_length 256
-    python tools/worth.py my_method.py --adapter runs/x/adapter -- ...   # in the middle of a run
+    python tools/worth.py methods/oppo.py "grpo_arca.py --credit surprisal"   # ten minutes, 2 cores
+    python tools/worth.py my.py --batches 24 -- --model_name_or_path Qwen/Qwen3-1.7B \\
+        --dataset_name openai/gsm8k --dataset_config main --max_completion_length 256
+    python tools/worth.py my.py -- --start_adapter runs/x/adapter    # in the middle of a run
+    python tools/worth.py methods/ctpo.py --updates 3     # where ratios are no longer 1
 
-A method is a script with a CREDIT region, and its flags, in quotes. The flags after `--` go to all
-methods and to plain GRPO, with which they are compared. Every method gets the same batches, each a
-rollout of those flags by the same policy, and turns each of them into a gradient of the adapter.
-The table shows, with 95% intervals over batches:
+A method is a file as tools/fork.py describes it, or a script with CREDIT regions, and its flags,
+in quotes. The flags after `--` go to all methods and to plain GRPO, with which they are compared.
+Every method gets the same batches, each a rollout of those flags by the same policy, and turns each
+of them into a gradient of the adapter. The table shows, with 95% intervals over batches:
 
     worth        the signal-to-noise ratio |mean|^2 / variance of the batch gradients, divided by
                  that of plain GRPO
@@ -21,7 +22,8 @@ The table shows, with 95% intervals over batches:
 Each row ends with a verdict. A method is better than GRPO where the whole interval of `adam` is
 above 1, and worse where it is below, unless all of it is within 2% of 1. If it holds 1, the verdict
 says how many batches would tell: an interval becomes narrower as 1 / sqrt(batches), and `adam` is
-taken to stay where it is.
+taken to stay where it is. Whatever its size, a gradient whose direction is below .9 with its whole
+interval is said to have another direction: it is good at something else.
 
 `half of the groups` is the control: plain GRPO that leaves out every other group, and so is worth
 exactly 1/2. If the interval of its `worth` misses 1/2, which may happen, the other rows need more
@@ -34,26 +36,21 @@ is `adam`, raised to the power that makes the control 1/2.
 estimate may exceed 1. The table then shows 1, and the .csv file the estimate. Intervals are
 percentile bootstraps over batches, with the same draws for a method and for GRPO.
 
-Above the table stand the share of the reward that the policy earns, the entropy of its tokens, and
-the ratio of two squared gradients: of a completion below its group's mean, over one above it. The
-baseline of least variance weighs rewards by these squares. So the longer the gradients of wrong
-completions are, the more is gained by leaving them out (--negative_weight 0).
+With --updates K the gradient is that of update K + 1 on a rollout: the methods score the rollout,
+the policy takes K steps of plain GRPO on it, the same ones for all methods, and then the gradients
+are measured. After each batch the policy is what it was.
 
-A method may be worth more at one policy than at another, so measure at two. The .csv file has two
-more figures: `aligned`, which is worth * direction^2, and `cosine`, of the gradient of one batch
-with the mean gradient of the others under plain GRPO.
-
-Of each gradient, --coordinates are kept, the same random ones in every batch (all, if there are no
-more). The command resumes. With another script, reward function, adapter, model or data it measures
-again. Its files are in runs/worth/ and take 4 bytes for each coordinate, method and batch.
+A method may be worth more at one policy than at another, so measure at two. Of each gradient,
+--coordinates are kept, the same random ones in every batch (all, if there are no more). The command
+resumes, and measures again what a change of methods, code, model, adapter or data has made old. Its
+files are in runs/worth/ and take 4 bytes for each coordinate, method and batch.
 """
 
 import argparse
-import contextlib
-import csv
+import copy
 import hashlib
-import importlib.util
 import inspect
+import itertools
 import logging
 import math
 import multiprocessing
@@ -61,12 +58,12 @@ import os
 import shlex
 import sys
 import time
+import types
 import warnings
-from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,37 +71,27 @@ sys.path.insert(0, str(ROOT))
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the scripts
 
 import numpy as np
+import pandas
 import torch
 import transformers
-from peft import set_peft_model_state_dict
-from safetensors.torch import load_file
+from fork import fork
 from torch import Tensor
 
 import grpo_arca as trainer
-from common.data import DataError, load_data
-from common.reward import RewardError, load_reward_funcs
 
 UNIFORM = "uniform (GRPO)"
 HALF = "half of the groups"
 PLAIN_FLAGS = ["--credit", "uniform", "--negative_weight", "1"]
-SEED = ["--seed", "99"]  # no training run of ours has it
-# The flags of all scripts that a method may set. Any other would make other batches.
-OWN_FLAGS = {"credit", "sharpening", "score_in_fp32", "negative_weight", "loss_type"}
-OWN_FLAGS |= {"epsilon", "epsilon_high"}  # at a ratio of 1 nothing is clipped
-OWN_FLAGS |= {"output_dir", "run_name"}
+FIRST_FLAGS = ["--seed", "99", "--lr_scheduler_type", "constant"]  # no training run has this seed
+# Flags of all scripts that a method may set for itself. Any other would make other batches.
+OWN_FLAGS = {"credit", "negative_weight", "loss_type", "epsilon", "epsilon_high", "output_dir"}
 PRINTED_FIGURES = ("worth", "adam", "completions", "direction")
 OTHER_DIRECTION = 0.9  # a cosine below this is more than 25 degrees off
 NEGLIGIBLE = 0.02  # a worth that is nearer to 1 is that of GRPO
 MOST_BATCHES = 10_000  # beyond that, a verdict names no number
 BOOTSTRAP_DRAWS = 2000
-LONGEST_MESSAGE = 600  # characters
 
 Measured = dict[str, Tensor]  # what the file of a batch holds: gradients by the key of their method
-
-
-def fail(message: object) -> NoReturn:
-    """Ends the program with a sentence about the user's mistake."""
-    sys.exit(f"worth.py: error: {message}")
 
 
 # ---- Gradients: what a process computes ----------------------------------------------------------
@@ -115,203 +102,115 @@ class Job(NamedTuple):
     batch: int  # its number, which determines problems and samples
     methods: dict[str, str]  # key in the file -> method
     flags: tuple[str, ...]  # of all methods
-    adapter: str | None  # a folder, or None for a new adapter
+    updates: int  # before the gradients
     coordinates: int  # to keep of a gradient
 
 
+def source_of(path: Path) -> str:
+    """Returns the text of a script, or of the one that a method's file stands for."""
+    text = path.read_text()
+    return text if "class Args" in text else fork(path)
+
+
 @cache
-def load_script(path: Path) -> ModuleType:
-    """Imports a script from anywhere, once."""
-    spec = importlib.util.spec_from_file_location(f"method_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # the path ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+def load_script(path: Path) -> Any:
+    """Returns a script, or that of a method's file, as a module."""
+    module = types.ModuleType(f"method_{path.stem}")
+    module.__file__ = str(ROOT / f"{path.stem}.py")
+    sys.modules[module.__name__] = module  # where its data classes look for it
+    exec(compile(source_of(path), path, "exec"), vars(module))
+    vars(module)["NOT_SET"] = trainer.NOT_SET  # because batches are the trainer's
     return module
 
 
-def load_method(method: str) -> tuple[ModuleType, list[str]]:
-    """Returns the script of "script.py --flag value" as a module, and its flags.
-
-    Raises ValueError if there is no such script, or if it is not a trainer.
-    """
+def load_method(method: str) -> tuple[Any, list[str]]:
+    """Returns the script of "script.py --flag value" as a module, and its flags."""
     if method in (UNIFORM, HALF):
         return trainer, PLAIN_FLAGS
     script, *flags = shlex.split(method)
-    found = [path for path in (Path(script), ROOT / script) if path.is_file()]
-    if not found or found[0].suffix != ".py":
-        raise ValueError(f"there is no script {script}: name a copy of grpo_arca.py")
-    module = load_script(found[0].resolve())
-    if not hasattr(module, "token_scores") or not hasattr(module, "policy_loss"):
-        raise ValueError(f"{script} has no token_scores or no policy_loss: name a trainer")
-    return module, flags
+    return load_script(Path(script).resolve()), flags
 
 
 @cache
-def prepare(flags: tuple[str, ...], adapter: str | None) -> tuple[trainer.Run, trainer.ProblemSet]:
-    """Returns a run with the policy to measure, and the problems that it draws from."""
-    args = trainer.parse_args([*SEED, *flags, *PLAIN_FLAGS])
-    tokenizer, train_set, _ = load_data(args)
-    run = trainer.build_run(args, tokenizer)
-    if adapter is not None:
-        load_adapter(run, adapter)
-    return run, train_set
-
-
-def load_adapter(run: trainer.Run, adapter: str) -> None:
-    """Loads the weights of an adapter's folder into a run whose adapter has the same shape."""
-    weights = load_file(Path(adapter) / "adapter_model.safetensors")
-    unknown = set_peft_model_state_dict(run.model, weights).unexpected_keys
-    if unknown:
-        raise ValueError(f"{adapter} is not of this model: it has {unknown[0]}")
-    if len(weights) != len(trained_parameters(run)):
-        raise ValueError(f"{adapter} adapts other layers: give its --lora_target_modules after --")
-    _, saved = trainer.find_adapter(adapter, "main")
-    for name in ("lora_r", "lora_alpha"):
-        if saved.get(name) != getattr(run.args, name):
-            raise ValueError(f"{adapter} has --{name} {saved.get(name)}: give that after --")
-
-
-def trained_parameters(run: trainer.Run) -> list[torch.nn.Parameter]:
-    """Returns the parameters of the adapter."""
-    return [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+def prepare(flags: tuple[str, ...]) -> trainer.Run:
+    """Returns a run with the policy to measure and its problems."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.disable_progress_bar()
+    if not trainer.CUDA:
+        torch.set_num_threads(1)
+    return trainer.Run(trainer.parse_args([*FIRST_FLAGS, *flags, *PLAIN_FLAGS]))
 
 
 def scored(
     run: trainer.Run, rollout: trainer.Batch, method: str, flags: tuple[str, ...]
-) -> tuple[trainer.Run, ModuleType, list[trainer.Batch]]:
-    """Scores a rollout under a method. Returns its run, its script and its micro-batches."""
-    module, own_flags = load_method(method)
-    args = module.parse_args([*SEED, *flags, *own_flags])
-    own_run = replace(run, args=args)
-
+) -> tuple[Any, trainer.Run, list[trainer.Batch]]:
+    """Scores a rollout under a method. Returns its script, its run and its micro-batches."""
+    script, own_flags = load_method(method)
+    own_run = copy.copy(run)
+    own_run.args = script.parse_args([*FIRST_FLAGS, *flags, *own_flags])
     advantages = rollout.advantages.clone()  # [B]
-    advantages[advantages < 0] *= args.negative_weight  # as `collect` does
+    advantages[advantages < 0] *= own_run.args.negative_weight  # as `collect` does
     if method == HALF:
-        group = rollout.rows // args.num_generations
+        group = rollout.rows // run.args.num_generations
         advantages[group % 2 == 1] = 0.0
-
     own_rollout = replace(rollout, advantages=advantages)
-    updates = trainer.micro_batches(run.args, own_rollout)
-    micros = [micro for update in updates for micro in update]
-    module.score(own_run, own_rollout, micros, {})
-    return own_run, module, micros
+    updates = trainer.micro_batches(own_run, own_rollout)
+    micros = list(itertools.chain.from_iterable(updates))
+    script.score(own_run, own_rollout, micros, {})
+    return script, own_run, micros
 
 
-def gradient(
-    run: trainer.Run, module: ModuleType, micros: list[trainer.Batch], completions: int
-) -> Tensor:
-    """Returns the adapter's gradient [parameters] of an update on scored micro-batches, on the CPU.
-
-    All ratios are 1, as in the first update on a rollout.
-    """
-    trained = trained_parameters(run)
+def gradient(script: Any, run: trainer.Run, micros: list[trainer.Batch]) -> Tensor:
+    """Returns the adapter's gradient [parameters] of scored micro-batches, on the CPU."""
+    trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     total = torch.zeros(sum(parameter.numel() for parameter in trained))
     for micro in micros:
-        logp = module.training_forward(run, micro)
-        scale = module.token_scale(run.args, micro.loss_mask, completions, micro.update_tokens)
-        loss, _ = module.policy_loss(run.args, micro, logp, logp.detach(), scale)
+        logp = script.training_forward(run, micro)
+        old_logp = logp.detach() if micro.old_logp is trainer.NOT_SET else micro.old_logp
+        loss, _ = script.policy_loss(run, micro, logp, old_logp)
         parts = torch.autograd.grad(loss, trained)
         total += torch.cat([part.flatten() for part in parts]).float().cpu()
     return total
 
 
-def method_gradient(
-    run: trainer.Run, rollout: trainer.Batch, method: str, flags: tuple[str, ...]
-) -> Tensor:
-    """Returns the gradient [parameters] of a rollout under a method."""
-    own_run, module, micros = scored(run, rollout, method, flags)
-    return gradient(own_run, module, micros, len(rollout.rows))
+def measure(job: Job) -> None:
+    """Adds to the file of a batch the gradients that it lacks."""
+    run = prepare(job.flags)
+    run.updates_per_rollout = job.updates + 1  # more than one: `score` keeps the old log-probs
+    run.step = job.batch * run.updates_per_rollout
+    rollout = trainer.collect(run, {})
+    found = load(job.path) | {"reward": rollout.rewards.nanmean().cpu()}
+    missing = {key: method for key, method in job.methods.items() if key not in found}
+    scored_under = {key: scored(run, rollout, method, job.flags) for key, method in missing.items()}
+    _, _, micros = scored(run, rollout, UNIFORM, job.flags)
+    for _ in range(job.updates):
+        trainer.update(run, micros)
+    for key, of_method in scored_under.items():
+        whole = gradient(*of_method)
+        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+        found[key] = whole[order[: job.coordinates].sort().values]
+    run.policy.load_state_dict(run.start_weights, strict=False)
+    run.optimizer.state.clear()
+
+    job.path.parent.mkdir(parents=True, exist_ok=True)
+    partial = job.path.with_suffix(".partial")  # an interruption shall leave no half file
+    torch.save(found, partial)
+    partial.rename(job.path)
 
 
-def squares(run: trainer.Run, rollout: trainer.Batch) -> Tensor:
-    """Returns counts and sums of squared gradients [2, 2] of single completions.
-
-    The first row is of the completions below their group's mean, the second of those above it. The
-    first column is how many there are, the second the sum of the squared lengths of their
-    gradients, each without its advantage.
-    """
-    trained = trained_parameters(run)
-    one_by_one = replace(run.args, per_device_train_batch_size=1)
-    found = torch.zeros(2, 2)
-    for update in trainer.micro_batches(one_by_one, rollout):
-        for row in update:
-            if not row.loss_mask.any():  # stands for an update without a gradient
-                continue
-            scale = trainer.token_scale(run.args, row.loss_mask, 1, row.update_tokens)
-            mean_logp = (trainer.training_forward(run, row) * scale).sum()
-            parts = torch.autograd.grad(mean_logp, trained)
-            squared_length = sum(float(part.float().square().sum()) for part in parts)
-            is_above = int(row.advantages > 0)
-            found[is_above] += torch.tensor([1.0, squared_length])
-    return found
-
-
-def measure(job: Job) -> str:
-    """Adds to the file of a batch the gradients that it lacks. Returns what to call the batch."""
-    found = load(job.path)
-    run, train_set = prepare(job.flags, job.adapter)
-    run.rollout = job.batch
-    rollout = trainer.collect(run, train_set, {})
-    if "squares" not in found:
-        found["reward"] = rollout.rewards.nanmean().cpu()
-        found["entropy"] = rollout.entropy[rollout.mask].mean().cpu()
-        found["squares"] = squares(run, rollout)
-
-    for key, method in job.methods.items():
-        if key in found:
-            continue
-        whole = method_gradient(run, rollout, method, job.flags)
-        found[key] = whole
-        if len(whole) > job.coordinates:
-            order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-            found[key] = whole[order[: job.coordinates].sort().values]
-    save(found, job.path)
-    return f"batch {job.batch}"
-
-
-# ---- Files and processes -------------------------------------------------------------------------
 def load(path: Path) -> Measured:
     """Returns what has been measured of a batch."""
     return torch.load(path, mmap=True) if path.exists() else {}
 
 
-def save(found: Measured, path: Path) -> None:
-    """Writes the file of a batch, so that an interruption cannot leave half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_suffix(".partial")
-    torch.save(found, partial_path)
-    partial_path.rename(path)
-
-
-def run_quietly(function: Callable[[Any], str], job: Any) -> str:
-    """Returns function(job), computed in silence and, without a GPU, on one core."""
-    if not trainer.CUDA:
-        torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore")
-    try:
-        return function(job)
-    except SystemExit as error:  # after a wrong flag; a pool would wait for ever
-        raise RuntimeError("a run with these flags ends with the sentence above") from error
-
-
-def run_all(function: Callable[[Any], str], jobs: list, processes: int) -> None:
-    """Does every job, and prints its progress and how much time is left."""
+def measure_all(jobs: list[Job], processes: int) -> None:
+    """Measures batches, and says how many minutes are left."""
     began = time.time()
-    quiet_function = partial(run_quietly, function)
-    with contextlib.ExitStack() as stack:
-        names: Iterable[str] = map(quiet_function, jobs)
-        if processes > 1:
-            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(processes))
-            names = pool.imap_unordered(quiet_function, jobs)
-        for done, name in enumerate(names, start=1):
-            seconds = (time.time() - began) / done
-            minutes_left = seconds * (len(jobs) - done) / 60
-            progress = f"[{done}/{len(jobs)}] {name}"
-            times = f"{seconds:.0f} s each, {minutes_left:.0f} min left"
-            print(f"{progress}; {times}", file=sys.stderr, flush=True)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        done = map(measure, jobs) if processes == 1 else pool.map(measure, jobs)
+        for count, _ in enumerate(done, 1):
+            minutes = (time.time() - began) / count * (len(jobs) - count) / 60
+            print(f"[{count}/{len(jobs)}] {minutes:.1f} min left", file=sys.stderr, flush=True)
 
 
 # ---- Figures from gradients ----------------------------------------------------------------------
@@ -370,8 +269,7 @@ def with_interval(key: str, values: np.ndarray) -> dict[str, float]:
 def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, Any]]:
     """Returns a row for each method from its batch gradients [N, parameters].
 
-    A row has the figures and the ends of their intervals, `_low` and `_high`. There are no
-    completions without the gradients of half of the groups.
+    A row has the figures and the ends of their intervals, `_low` and `_high`.
     """
     uniform = gradients[UNIFORM]
     count = len(uniform)
@@ -382,57 +280,29 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, A
     uniform_products = uniform @ uniform.T  # [N, N]
     uniform_snr = signal_to_noise(uniform_products, weights)
     uniform_square = pair_mean(uniform_products, weights).clip(1e-12)
-    other_batches = uniform.sum(0) - uniform  # [N, parameters]
     adam_snr = {
         name: signal_to_noise(as_adam_sees(own), weights) for name, own in gradients.items()
     }
+    half_adam = adam_snr[HALF] / adam_snr[UNIFORM]
 
     rows = []
     for name, own in gradients.items():
         products = own @ own.T
         snr = signal_to_noise(products, weights)
-        worth = snr / uniform_snr
         square = pair_mean(products, weights).clip(1e-12)
         direction = pair_mean(own @ uniform.T, weights) / (square * uniform_square) ** 0.5
-        lengths = np.linalg.norm(own, axis=1) * np.linalg.norm(other_batches, axis=1)
-        cosines = (own * other_batches).sum(1) / lengths
+        adam = adam_snr[name] / adam_snr[UNIFORM]
         values = {
-            "worth": worth,
-            "aligned": worth * direction.clip(0) ** 2,
-            "adam": adam_snr[name] / adam_snr[UNIFORM],
+            "worth": snr / uniform_snr,
+            "adam": adam,
+            "completions": as_completions(adam, half_adam),
             "direction": direction,
-            "cosine": weights @ cosines / count,
         }
-        if HALF in gradients:
-            half_adam = adam_snr[HALF] / adam_snr[UNIFORM]
-            values["completions"] = as_completions(values["adam"], half_adam)
         row: dict[str, Any] = {"method": name, "snr": snr[0]}
         for key, draws_of_figure in values.items():
             row |= with_interval(key, draws_of_figure)
         rows.append(row)
     return rows
-
-
-def policy_figures(found: list[Measured]) -> dict[str, float]:
-    """Returns the columns that no method changes.
-
-    They are the reward, the entropy, and by how much the squared gradient of a completion below its
-    group's mean is longer than that of one above it, with a 95% bootstrap over batches.
-    """
-    counts = torch.stack([batch["squares"] for batch in found]).double()  # [N, below or above, 2]
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(len(found), (BOOTSTRAP_DRAWS, len(found)), generator=generator)
-    totals = torch.cat([counts.sum(0)[None], counts[draws].sum(1)])  # the first is of all batches
-    mean_squares = totals[..., 1] / totals[..., 0]  # [1 + draws, below or above]
-    ratios = mean_squares[:, 0] / mean_squares[:, 1]
-    low, high = ratios[1:].nanquantile(torch.tensor([0.025, 0.975]).double()).tolist()
-    return {
-        "reward": float(sum(batch["reward"] for batch in found)) / len(found),
-        "entropy": float(sum(batch["entropy"] for batch in found)) / len(found),
-        "below_over_above": ratios[0].item(),
-        "below_over_above_low": low,
-        "below_over_above_high": high,
-    }
 
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -470,103 +340,70 @@ def batches_to_tell(value: float, low: float, high: float, batches: int) -> str:
 def verdict(row: dict[str, Any], batches: int) -> str:
     """Returns in words what the intervals say about the method of a row."""
     if row["method"] == HALF:
-        if row["worth_low"] < 0.5 < row["worth_high"]:
-            if row["worth_high"] > 1:  # it could as well be all of the groups
-                return "control: too wide to tell, take more --batches"
-            return "control: holds"
-        return "control: misses 0.5, take more --batches"
+        holds = row["worth_low"] < 0.5 < row["worth_high"]
+        if holds and row["worth_high"] > 1:  # it could as well be all of the groups
+            return "control: too wide to tell, take more --batches"
+        return "control: holds" if holds else "control: misses 0.5, take more --batches"
     value, low, high = (row[f"adam{end}"] for end in ("", "_low", "_high"))
     difference = max(abs(low - 1), abs(high - 1))
     if difference < 1e-6:
-        return "the same as GRPO"
-    if difference < NEGLIGIBLE:
-        return f"within {NEGLIGIBLE:.0%} of GRPO"
-    if low > 1 and row["direction_high"] < OTHER_DIRECTION:
-        return "better than GRPO, but in another direction"
-    if low > 1:
-        return "better than GRPO"
-    if high < 1:
-        return "worse than GRPO"
-    return f"cannot be told; {batches_to_tell(value, low, high, batches)} batches would tell"
+        words = "the same as GRPO"
+    elif difference < NEGLIGIBLE:
+        words = f"within {NEGLIGIBLE:.0%} of GRPO"
+    elif low > 1:
+        words = "better than GRPO"
+    elif high < 1:
+        words = "worse than GRPO"
+    else:
+        words = f"cannot be told; {batches_to_tell(value, low, high, batches)} batches would tell"
+    if row["direction_high"] < OTHER_DIRECTION:
+        words += "; in another direction"
+    return words
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """Returns what to print: the policy, and a line with a verdict for each method."""
-    policy = rows[0]
-    ratio, low, high = (policy[f"below_over_above{end}"] for end in ("", "_low", "_high"))
+    """Returns the table: a line with a verdict for each method."""
     width = max(len(row["method"]) for row in rows)
-    lines = [
-        f"{policy['batches']} batches, {policy['reward']:.1%} of the reward, "
-        f"{policy['entropy']:.2f} nats a token",
-        "squared gradient of a completion below its group's mean over that of one above: "
-        f"{ratio:.1f} ({low:.1f} - {high:.1f})",
-        " " * width + "".join(f"{key:>20s}" for key in PRINTED_FIGURES) + "  verdict",
-    ]
+    lines = [" " * width + "".join(f"{key:>20s}" for key in PRINTED_FIGURES) + "  verdict"]
     for row in rows:
         cells = [f"{shown_figure(row, key):>20s}" for key in PRINTED_FIGURES]
         lines.append(f"{row['method']:{width}s}{''.join(cells)}  {row['verdict']}")
     return "\n".join(lines)
 
 
-def write_table(rows: list[dict[str, Any]], path: Path) -> None:
-    """Writes rows as .csv, their floats with four digits. A row may lack some columns."""
-    columns: dict[str, None] = {}  # an ordered set
-    for row in rows:
-        columns |= dict.fromkeys(row)
-    with open(path, "w", newline="") as file:
-        lines = csv.DictWriter(file, list(columns))
-        lines.writeheader()
-        for row in rows:
-            shown = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in row.items()}
-            lines.writerow(shown)
-
-
 # ---- Command line --------------------------------------------------------------------------------
-def digest(content: bytes) -> str:
-    """Returns a short name for a content."""
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+def fail(message: str) -> NoReturn:
+    """Ends the program with a sentence about the user's mistake."""
+    sys.exit(f"worth.py: error: {message}")
 
 
-def keys_of(methods: list[str]) -> dict[str, str]:
+def digest(*parts: object) -> str:
+    """Returns a short name for something."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def keys_of(methods: list[str], flags: tuple[str, ...]) -> dict[str, str]:
     """Returns the methods by the keys of their gradients. A changed script is another method."""
     keys = {UNIFORM: UNIFORM, HALF: HALF}
+    plain = vars(trainer.parse_args([*FIRST_FLAGS, *flags]))
     for method in methods:
-        module, flags = load_method(method)
-        source = Path(str(module.__file__)).read_bytes()
-        keys[digest(source + repr(flags).encode())] = method
+        script, own_flags = load_method(method)
+        args = vars(script.parse_args([*FIRST_FLAGS, *flags, *own_flags]))
+        for name in plain.keys() - OWN_FLAGS:
+            if name in args and args[name] != plain[name]:
+                fail(f"--{name} of {method} makes other batches: give it to all, after --")
+        keys[digest(source_of(Path(shlex.split(method)[0])), own_flags)] = method
     return keys
 
 
-def stamps(*places: str | None) -> list[tuple[str, int, int]]:
-    """Returns sizes and times of these files and of the files in these folders.
-
-    They tell whether a model, an adapter or data have changed.
-    """
-    paths: list[Path] = []
-    for place in places:
-        if place:
-            paths += [Path(place), *Path(place).glob("*")]
-    files = [path for path in sorted(paths) if path.is_file()]
-    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-
-
-def check(methods: dict[str, str], flags: tuple[str, ...]) -> trainer.Args:
-    """Returns the flags, or ends the program where one is wrong or would not do what it says."""
-    plain = trainer.parse_args([*SEED, *flags, *PLAIN_FLAGS])
-    if plain.beta > 0:
-        fail("--beta: the penalty has a gradient of its own, leave it out")
-    for method in methods.values():
-        module, own_flags = load_method(method)
-        without = module.parse_args([*SEED, *flags])
-        with_own = module.parse_args([*SEED, *flags, *own_flags])
-        for name in vars(plain).keys() & vars(with_own).keys() - OWN_FLAGS:
-            if getattr(with_own, name) != getattr(without, name):
-                fail(f"--{name} of {method} makes other batches: give it to all, after --")
-    rollout_size = plain.per_device_train_batch_size * plain.steps_per_generation
-    groups = rollout_size // plain.num_generations
-    if groups % 2 == 1:
-        fail(f"a batch of {groups} groups has no half: make the number of groups even")
-    return plain
+def folder_name(run: trainer.Run, *others: object) -> str:
+    """Returns a name that changes with all that the batches depend on."""
+    functions = [function for function in run.reward_funcs.values() if function is not None]
+    sources = [Path(str(inspect.getsourcefile(function))) for function in functions]
+    sources += [Path(str(trainer.__file__)), *sorted((ROOT / "common").glob("*.py"))]
+    texts = [source.read_text() for source in sources]
+    flags = {name: value for name, value in vars(run.args).items() if name != "output_dir"}
+    return digest(run.identity, flags, texts, others)
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
@@ -575,9 +412,9 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...]]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("methods", nargs="*", help='"script.py --flag value"')
+    parser.add_argument("methods", nargs="*", help='"file.py --flag value"')
     parser.add_argument("--batches", type=int, default=24)
-    parser.add_argument("--adapter", help="folder with an adapter of this model: the policy")
+    parser.add_argument("--updates", type=int, default=0, help="on a batch before its gradients")
     parser.add_argument("--coordinates", type=int, default=2**20, help="of a gradient, kept")
     cores = 1 if trainer.CUDA else len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type=int, default=cores)
@@ -586,59 +423,31 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...]]
     return parser.parse_args(argv[:split]), tuple(argv[split + 1 :])
 
 
-def measure_all(
-    options: argparse.Namespace, methods: dict[str, str], flags: tuple[str, ...]
-) -> list[Measured]:
-    """Measures the batches that are not there yet, and returns them all."""
-    args = check(methods, flags)
-    functions = load_reward_funcs(args.reward_funcs).values()
-    sources = [inspect.getsourcefile(function) for function, _ in functions if function is not None]
-    made_of = (trainer.__file__, str(ROOT / "common"), *sources)
-    made_of += (options.adapter, args.model_name_or_path, args.dataset_name)
-    name = repr((flags, options.adapter, options.coordinates, stamps(*made_of)))
-    folder = options.folder / digest(name.encode())
-    paths = [folder / f"{batch}.pt" for batch in range(options.batches)]
-    needed = methods.keys() | {"squares"}
-    jobs = [
-        Job(path, batch, methods, flags, options.adapter, options.coordinates)
-        for batch, path in enumerate(paths)
-        if not needed <= load(path).keys()
-    ]
-    run_all(measure, jobs, options.processes)
-    return [load(path) for path in paths]
-
-
 def main() -> None:
     options, flags = parse_options(sys.argv[1:])
-    if options.batches < 4:
-        fail("--batches: four are the least")
-    try:
-        methods = keys_of(options.methods)
-    except ValueError as error:
-        fail(error)
-    try:
-        found = measure_all(options, methods, flags)
-    except (DataError, RewardError, OSError, ValueError, RuntimeError) as error:
-        fail(str(error)[:LONGEST_MESSAGE])
+    methods = keys_of(options.methods, flags)
+    name = folder_name(prepare(flags), options.updates, options.coordinates)
+    jobs = []
+    for batch in range(options.batches):
+        path = options.folder / name / f"{batch}.pt"
+        jobs.append(Job(path, batch, methods, flags, options.updates, options.coordinates))
+    todo = [job for job in jobs if set(methods) - load(job.path).keys()]
+    measure_all(todo, options.processes)
 
+    found = [load(job.path) for job in jobs]
     gradients = {}
     for key, method in methods.items():
-        stacked = torch.stack([batch[key] for batch in found])  # [N, parameters]
-        gradients[method] = stacked.double().numpy()
-    if not gradients[UNIFORM].any():
-        fail("every group of every batch has equal rewards: take easier or harder problems")
-    for method, of_batches in gradients.items():
-        if not of_batches.any():
-            fail(
-                f"the gradient of {method} is 0 in every batch: weigh some token, or add --batches"
-            )
-    columns = policy_figures(found) | {"batches": options.batches}
-    rows = [row | columns for row in figures(gradients)]
+        gradients[method] = torch.stack([batch[key] for batch in found]).double().numpy()
+        if not gradients[method].any():
+            fail(f"the gradient of {method} is 0 in every batch: no token or no group counts")
+    rows = figures(gradients)
     for row in rows:
         row["verdict"] = verdict(row, options.batches)
-    print(report(rows))
+    reward = sum(batch["reward"].item() for batch in found) / len(found)
+    print(f"{options.batches} batches, mean reward {reward:.3f}\n{report(rows)}")
     if options.output:
-        write_table(rows, options.output)
+        table = pandas.DataFrame(rows)
+        table.to_csv(options.output, index=False, float_format="%.4g")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""grpo_strace.py's traces against naive double loops, their exact limits and TRL. No GPU, ~20 s.
+"""S-trace's family against naive double loops, its exact limits and TRL.
 
 Everything runs through the trainer's own policy_loss, on ragged off-policy batches whose log-probs
 are free leaves: what is compared is the loss and its gradient with respect to every token.
@@ -6,423 +6,306 @@ are free leaves: what is compared is the loss and its gradient with respect to e
 
 import functools
 import itertools
-import math
+import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from support import trl_loss
+from accelerate.state import AcceleratorState
+from support import command_line, random_batch, trl_loss, unscored
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import grpo_strace as g
+import grpo_strace
 
-LENGTHS, WIDTH = (13, 1, 8, 21, 2, 16), 3  # tokens of each completion; of the longest prompt
 SCOPES = ("completion", "batch")
-ALL_TRACES = ("s_trace", "p_trace", "gspo", "grpo_lambda")
 
 
-@functools.cache  # 30 ms each
-def flags(**values) -> g.Args:
-    """The script's own parser, so that flag names, choices and defaults are those of a run."""
-    return g.parse_args(["--num_generations=2"] + [f"--{k}={v}" for k, v in values.items()])
+@functools.cache
+def flags(**values) -> grpo_strace.Args:
+    """Returns the script's own flags, so that names, choices and defaults are those of a run."""
+    return grpo_strace.parse_args(command_line({"num_generations": 2} | values))
 
 
-def ragged(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> g.Batch:
-    """A collected and scored batch, with left-padded prompts and entropies that tie."""
-    draw = torch.Generator().manual_seed(seed)
-    rows, longest = len(lengths), max(lengths)
-    attention = torch.ones(rows, WIDTH + longest, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        attention[row, : row % WIDTH] = False
-        attention[row, WIDTH + length :] = False
-    mask = attention[:, WIDTH:]
-    entropy = torch.randint(0, 12, (rows, longest), generator=draw) / 8
-    return g.Batch(
-        rows=torch.arange(rows),
-        prompt_width=WIDTH,
-        ids=torch.randint(0, 99, (rows, WIDTH + longest), generator=draw),
-        attention=attention,
-        truncated=torch.zeros(rows, dtype=torch.bool),
-        loss_mask=mask,
-        sampled_logp=torch.zeros(rows, longest),
-        rewards=torch.zeros(rows),
-        advantages=torch.randn(rows, generator=draw),
-        old_logp=-2 * torch.rand(rows, longest, generator=draw),
-        base_logp=-2 * torch.rand(rows, longest, generator=draw),
-        entropy=entropy,
-        scores=entropy * mask,
-    )
+def ragged(seed: int = 0, **size) -> grpo_strace.Batch:
+    """Returns a collected batch, off its policy, with entropies that tie."""
+    batch = random_batch(grpo_strace, rows=6, seed=seed, **size)
+    batch.entropy = (batch.entropy * 4).round() / 4
+    batch.scores = batch.entropy * batch.mask
+    return batch
 
 
-def ratios(batch: g.Batch, spread: float, seed: int = 1) -> Tensor:
-    """log rho [N, T]: what the policy's log-probs moved by since the rollout."""
-    draw = torch.Generator().manual_seed(seed)
-    return spread * torch.randn(batch.mask.shape, generator=draw)
+def parts(batch: grpo_strace.Batch, size: int) -> list[grpo_strace.Batch]:
+    """Returns micro-batches of so many rows, each without padding of others, with scores."""
+    micros = [unscored(batch, grpo_strace).select(index) for index in torch.arange(6).split(size)]
+    for micro in micros:
+        micro.scores = micro.entropy * micro.mask
+    return micros
 
 
-def assign(args: g.Args, *micros: g.Batch) -> dict[str, float]:
-    """The metrics of a rollout that is these micro-batches."""
+def ratios(batch: grpo_strace.Batch, spread: float, seed: int = 1) -> Tensor:
+    """Returns log rho [B, T]: what the policy's log-probs moved by since the rollout."""
+    return spread * torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def assign(args: grpo_strace.Args, *micros: grpo_strace.Batch) -> dict[str, float]:
+    """Assigns the credit of a rollout that is these micro-batches, and returns its metrics."""
     metrics: dict[str, float] = {}
     run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True))
-    with torch.no_grad():  # as in the trainer's score()
-        entropy = torch.cat([micro.entropy[micro.mask] for micro in micros])
-        rollout = SimpleNamespace(entropy=entropy, mask=torch.ones_like(entropy, dtype=torch.bool))
-        g.assign_credit(run, rollout, list(micros), metrics)
+    entropy = torch.cat([micro.entropy[micro.mask] for micro in micros])
+    rollout = SimpleNamespace(entropy=entropy, mask=torch.ones_like(entropy, dtype=torch.bool))
+    grpo_strace.assign_credit(run, rollout, list(micros), metrics)
     return metrics
 
 
-def loss_of(args: g.Args, batch: g.Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, its gradient [N, T] with respect to the log-probs, and the clipped tokens [N, T]."""
-    assign(args, batch)
+def loss_of(args: grpo_strace.Args, batch: grpo_strace.Batch, log_ratio: Tensor, size: int = 6):
+    """Returns the loss, its gradient [B, T] in the log-probs, and the clipped tokens [B, T]."""
     logp = (batch.old_logp + log_ratio).requires_grad_()
-    mask = batch.loss_mask
-    scale = g.token_scale(args, mask, len(mask), mask.sum().item())
-    loss, clipped = g.policy_loss(args, batch, logp, batch.old_logp, scale)
+    run = SimpleNamespace(args=args, update_size=size)
+    loss, clipped = grpo_strace.policy_loss(run, batch, logp, batch.old_logp)
     return loss.detach(), torch.autograd.grad(loss, logp)[0], clipped
 
 
-def assert_same_to_the_bit(one: g.Args, two: g.Args, spread: float = 0.5) -> None:
+def assert_same_to_the_bit(one: grpo_strace.Args, other: grpo_strace.Args) -> None:
     for seed in range(3):
-        batch = ragged(seed)
-        log_ratio = ratios(batch, spread, seed + 10)
-        a, b = loss_of(one, batch, log_ratio), loss_of(two, batch, log_ratio)
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-        assert a[1].abs().sum() > 0 and a[2].any() and not a[2][batch.mask].all()
+        results = []
+        for args in (one, other):
+            batch = ragged(seed)
+            assign(args, batch)
+            results.append(loss_of(args, batch, ratios(batch, 0.5, seed)))
+        assert all(map(torch.equal, *results))
+        assert results[0][1].abs().sum() > 0 and 0 < results[0][2].sum() < batch.mask.sum()
 
 
-# ---------------------------------------------------------------------------- naive reference
-
-
-def naive_kept(args: g.Args, batch: g.Batch) -> list[list[int]]:
-    """m, token by token: kept if the tokens at or above its entropy fit into the top share."""
+# ---- The reference -------------------------------------------------------------------------------
+def naive_kept(args: grpo_strace.Args, batch: grpo_strace.Batch) -> list[list[int]]:
+    """Returns m: a token is kept if the tokens at or above its entropy fit into the top share."""
     tokens = [batch.entropy[row][batch.mask[row]].tolist() for row in range(len(batch.rows))]
-    everyone = [h for row in tokens for h in row]
-    share, kept = 1 - args.trace_entropy_quantile, []
+    everyone = [entropy for row in tokens for entropy in row]
+    kept = []
     for row in tokens:
         scope = everyone if args.trace_mask_scope == "batch" else row
-        above = [sum(other >= h for other in scope) for h in row]
-        kept.append([int(rank <= share * len(scope) + 1e-9) for rank in above])
+        most = (1 - args.trace_entropy_quantile) * len(scope) + 1e-9
+        kept.append([int(sum(other >= own for other in scope) <= most) for own in row])
     return kept
 
 
-def naive_matrix(args: g.Args, kept: list[int]) -> Tensor:
-    """W [n, n] in double precision of one completion with mask m, straight from the table."""
-    n, decay = len(kept), args.trace_lambda
+def naive_matrix(args: grpo_strace.Args, kept: list[int]) -> Tensor:
+    """Returns W [n, n] in float64 of a completion with mask m, straight from the docstring."""
+    n = len(kept)
+    decay = args.trace_lambda
     w = torch.zeros(n, n, dtype=torch.float64)
-    for t in range(n):
-        for k in range(n):
-            if args.credit == "gspo":
-                w[t, k] = 1 / n
-            elif args.credit == "uniform":
-                w[t, k] = float(t == k)
-            elif k <= t and args.credit == "grpo_lambda" and args.trace_kernel == "both":
-                w[t, k] = max(decay**k, decay ** (t - k))
-            elif k <= t and args.credit in ("p_trace", "grpo_lambda"):
-                w[t, k] = decay ** (t - k)
-            elif k < t:
-                w[t, k] = kept[k] * decay ** (t - k)
-            elif k == t:
-                w[t, k] = 1 if args.trace_keep_own else kept[k]
-        if args.trace_normalize and w[t].sum() > 0:
-            w[t] /= w[t].sum().clone()
+    for t, k in itertools.product(range(n), range(n)):
+        if args.credit == "gspo":
+            w[t, k] = 1 / n
+        elif args.credit == "uniform":
+            w[t, k] = float(t == k)
+        elif k > t:
+            w[t, k] = 0.0
+        elif args.credit == "s_trace" and k == t:
+            w[t, k] = 1 if args.trace_keep_own else kept[k]
+        elif args.credit == "s_trace":
+            w[t, k] = kept[k] * decay ** (t - k)
+        elif args.trace_kernel == "both":
+            w[t, k] = max(decay**k, decay ** (t - k))
+        else:
+            w[t, k] = decay ** (t - k)
+    if args.trace_normalize:
+        w /= w.sum(1, keepdim=True).clamp(min=1e-300)
     return w
 
 
-def naive_loss(args: g.Args, batch: g.Batch, matrices: list[Tensor], log_ratio: Tensor):
-    """METHODS' objective, per-completion mean, one token at a time; loss and gradient [N, T]."""
+def naive_loss(args: grpo_strace.Args, batch: grpo_strace.Batch, matrices: list, log_ratio: Tensor):
+    """Returns the objective, one token at a time, and its gradient [B, T]."""
     leaf = log_ratio.double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for row, w in enumerate(matrices):
         advantage = batch.advantages[row].double()
         for t in range(len(w)):
             ratio = sum(w[t, k] * leaf[row, k] for k in range(len(w))).exp()
-            low, high = 1 - args.epsilon, 1 + args.epsilon_high
-            clipped = ratio.clamp(low, high)
+            clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon_high)
             total = total - torch.min(ratio * advantage, clipped * advantage) / len(w)
     loss = total / len(matrices)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
+FAMILY = [{"credit": "p_trace"}, {"credit": "grpo_lambda", "trace_kernel": "both"}]
+FAMILY += [
+    {"trace_entropy_quantile": q, "trace_keep_own": own, "trace_mask_scope": scope}
+    for q, own, scope in itertools.product((0.5, 0.8), (True, False), SCOPES)
+]
 GRID = [
-    dict(credit=credit, trace_normalize=normalize, trace_lambda=decay, **more)
-    for normalize, decay in itertools.product((False, True), (0.0, 0.7, 1.0))
-    for credit, more in [
-        ("p_trace", {}),
-        ("grpo_lambda", {"trace_kernel": "recent"}),
-        ("grpo_lambda", {"trace_kernel": "both"}),
-        *(
-            (
-                "s_trace",
-                {"trace_entropy_quantile": q, "trace_keep_own": own, "trace_mask_scope": scope},
-            )
-            for q, own, scope in itertools.product((0.5, 0.8), (True, False), SCOPES)
-        ),
-    ]
-] + [{"credit": "gspo"}, {"credit": "uniform"}]
+    values | {"trace_normalize": normalize, "trace_lambda": decay}
+    for values, normalize, decay in itertools.product(FAMILY, (False, True), (0.0, 0.7, 1.0))
+]
+GRID += [{"credit": "gspo"}, {"credit": "uniform"}]
 
 
-def name_of(values: dict) -> str:
-    return "-".join(map(str, values.values()))
-
-
-@pytest.mark.parametrize("values", GRID, ids=name_of)
+@pytest.mark.parametrize("values", GRID, ids=str)
 def test_every_member_of_the_family_equals_its_double_loop(values):
-    args, batch = flags(epsilon=0.1, epsilon_high=0.15, **values), ragged(3)
-    log_ratio = ratios(batch, 0.6)
-    loss, grad, clipped = loss_of(args, batch, log_ratio)
-    matrices = [naive_matrix(args, kept) for kept in naive_kept(args, batch)]
-    expected, expected_grad = naive_loss(args, batch, matrices, log_ratio)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
-    torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-5, atol=1e-6)
-    assert clipped.any() and not clipped[batch.mask].all()
+    """Off policy; and at ratio 1 the weights are what reaches each token's gradient."""
+    args = flags(epsilon=0.1, epsilon_high=0.15, **values)
+    batch = ragged(3)
+    metrics = assign(args, batch)
+    kept = naive_kept(args, batch)
+    matrices = [naive_matrix(args, row) for row in kept]
+    for spread in (0.0, 0.6):
+        log_ratio = ratios(batch, spread)
+        loss, gradient, clipped = loss_of(args, batch, log_ratio)
+        expected, expected_gradient = naive_loss(args, batch, matrices, log_ratio)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
+        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
+        assert clipped.any() == (spread > 0)
 
-
-@pytest.mark.parametrize("values", GRID, ids=name_of)
-def test_at_ratio_one_weights_are_what_reaches_each_tokens_gradient(values):
-    args, batch = flags(**values), ragged(4)
-    _, grad, clipped = loss_of(args, batch, torch.zeros(batch.mask.shape))
-    gain = assign(args, batch)["trace_gain"]
-    raw = torch.zeros_like(batch.weights)
-    for row, kept in enumerate(naive_kept(args, batch)):
-        w = naive_matrix(args, kept)
-        raw[row, : len(w)] = torch.stack([w[:, k].sum() for k in range(len(w))])
+    sums = torch.zeros_like(batch.weights)
+    for row, w in enumerate(matrices):
+        sums[row, : len(w)] = w.sum(0)
     lengths = batch.mask.sum(1, keepdim=True)
-    expected = -batch.advantages[:, None] * raw / lengths / len(raw)
-    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-7)
-    assert not clipped.any()
-    mean = raw.sum(1, keepdim=True) / lengths  # [N, 1]
-    torch.testing.assert_close(batch.weights * mean, raw, rtol=1e-5, atol=1e-6)
-    has_any = (raw.sum(1) > 0).float()  # with own terms dropped, maybe no token reaches the loss
-    torch.testing.assert_close(batch.weights.sum(1) / lengths[:, 0], has_any)
-    assert gain == pytest.approx((raw.sum() / lengths.sum()).item(), rel=1e-5)
+    torch.testing.assert_close(batch.weights * sums.sum(1, keepdim=True) / lengths, sums)
+    assert metrics["trace_gain"] == pytest.approx((sums.sum() / lengths.sum()).item(), rel=1e-5)
+    if args.credit == "s_trace":
+        share = sum(map(sum, kept)) / lengths.sum().item()
+        assert metrics["trace_kept"] == pytest.approx(share)
 
 
-# ----------------------------------------------------------------------------- exact limits
+@pytest.mark.parametrize("values", GRID[2::5], ids=str)
+def test_a_rollout_one_by_one_is_the_same(values):
+    """Without the others' padding: the same masks, also of the whole rollout, and gradients."""
+    args = flags(**values)
+    batch = ragged(6)
+    log_ratio = ratios(batch, 0.3)
+    metrics = assign(args, batch)
+    _, gradient, _ = loss_of(args, batch, log_ratio)
+    singles = parts(batch, 1)
+    assert assign(args, *singles) == pytest.approx(metrics)
+    for row, single in enumerate(singles):
+        length = single.mask.shape[1]
+        assert torch.equal(single.credit[0], batch.credit[row, :length])
+        single.old_logp = batch.old_logp[row : row + 1, :length]
+        _, alone, _ = loss_of(args, single, log_ratio[row : row + 1, :length])
+        torch.testing.assert_close(alone[0], gradient[row, :length], rtol=1e-5, atol=1e-7)
 
 
+# ---- Exact limits, and TRL -----------------------------------------------------------------------
+@pytest.mark.parametrize("normalize", [False, True])
+def test_limits_of_the_family_are_exact(normalize):
+    """Lambda 0, and no token kept, are GRPO to the bit; with every token kept it is P-trace."""
+    uniform = flags(credit="uniform", beta=0.04)
+    for credit in ("s_trace", "p_trace", "grpo_lambda"):
+        trace = flags(credit=credit, trace_lambda=0, trace_normalize=normalize, beta=0.04)
+        assert_same_to_the_bit(trace, uniform)
+    for scope in SCOPES:
+        common = {"trace_mask_scope": scope, "trace_normalize": normalize}
+        assert_same_to_the_bit(flags(trace_entropy_quantile=1, **common), flags(credit="uniform"))
+        p_trace = flags(credit="p_trace", trace_normalize=normalize)
+        assert_same_to_the_bit(flags(trace_entropy_quantile=0, **common), p_trace)
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("credit", ["s_trace", "p_trace", "grpo_lambda"])
-def test_lambda_zero_is_grpo_to_the_bit(credit, normalize, loss_type):
-    common = {"loss_type": loss_type, "beta": 0.04}
-    trace = flags(credit=credit, trace_lambda=0, trace_normalize=normalize, **common)
-    assert_same_to_the_bit(trace, flags(credit="uniform", **common))
+@pytest.mark.parametrize("level, low, high", [("sequence", 0.02, 0.03), ("token", 0.2, 0.3)])
+def test_gspo_and_grpo_equal_trl(level, low, high, loss_type, bias_correction):
+    """TRL's importance_sampling_level sequence and token, with its KL, whose default is True."""
+    args = flags(
+        credit="gspo" if level == "sequence" else "uniform",
+        loss_type=loss_type,
+        beta=0.04,
+        use_bias_correction_kl=bias_correction,
+        epsilon=low,
+        epsilon_high=high,
+    )
+    batch = ragged(2)
+    assign(args, batch)
+    log_ratio = torch.where(batch.mask, ratios(batch, 0.3), 0.0)
+    loss, gradient, clipped = loss_of(args, batch, log_ratio)
+    expected, expected_gradient, clip = trl_loss(args, batch, batch.old_logp + log_ratio, level)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+    by_token = clipped.sum() / batch.mask.sum()
+    ours = clipped.any(1).float().mean() if level == "sequence" else by_token
+    assert 0 < ours.item() == pytest.approx(clip)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("scope", SCOPES)
-def test_with_every_token_kept_s_trace_is_p_trace_to_the_bit(scope, own, normalize):
-    common = {"trace_lambda": 0.8, "trace_normalize": normalize}
-    sparse = {"trace_entropy_quantile": 0, "trace_mask_scope": scope, "trace_keep_own": own}
-    dense = flags(credit="p_trace", **common)
-    assert_same_to_the_bit(flags(credit="s_trace", **sparse, **common), dense)
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("scope", SCOPES)
-def test_with_no_token_kept_but_its_own_term_s_trace_is_grpo_to_the_bit(scope, normalize):
-    trace = flags(trace_entropy_quantile=1, trace_mask_scope=scope, trace_normalize=normalize)
-    assert trace.credit == "s_trace" and trace.trace_keep_own
-    assert_same_to_the_bit(trace, flags(credit="uniform"))
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_with_nothing_kept_at_all_there_is_no_gradient(normalize):
-    args = flags(trace_entropy_quantile=1, trace_keep_own=False, trace_normalize=normalize)
-    batch = ragged()
-    loss, grad, clipped = loss_of(args, batch, ratios(batch, 0.3))
-    assert loss.item() == pytest.approx(-batch.advantages.mean().item())  # every R is 1
-    assert torch.equal(grad, torch.zeros_like(grad)) and not clipped.any()
-    assert torch.equal(batch.weights, torch.zeros_like(batch.weights))
-
-
-def test_lambda_zero_and_one_need_no_special_case():
-    zero = g.kernel_matrix(flags(trace_lambda=0), 5, torch.device("cpu"))
-    one = g.kernel_matrix(flags(trace_lambda=1), 5, torch.device("cpu"))
-    assert torch.equal(zero, torch.eye(5)) and torch.equal(one, torch.ones(5, 5).tril())
-    both = flags(credit="grpo_lambda", trace_kernel="both", trace_lambda=0)
-    expected = torch.eye(5)
-    expected[:, 0] = 1  # 0^0 again: the first token counts in every trace
-    assert torch.equal(g.kernel_matrix(both, 5, torch.device("cpu")), expected)
-
-
-# ---------------------------------------------------------------------------------------- TRL
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize(
-    "credit, level, epsilons",
-    [("gspo", "sequence", (0.02, 0.03)), ("uniform", "token", (0.2, 0.3))],
-)
-def test_gspo_and_grpo_equal_trl(credit, level, epsilons, loss_type, beta):
-    low, high = epsilons
-    args = flags(credit=credit, loss_type=loss_type, beta=beta, epsilon=low, epsilon_high=high)
-    clips = []
-    for seed in range(3):
-        batch = ragged(seed)
-        log_ratio = ratios(batch, 0.3, seed)
-        loss, grad, clipped = loss_of(args, batch, log_ratio)
-        logp = batch.old_logp + log_ratio
-        expected, expected_grad, clip = trl_loss(args, batch, logp, batch.old_logp, level)
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-6)
-        sequences, tokens = clipped.any(1).float().mean(), clipped.sum() / batch.mask.sum()
-        assert (sequences if credit == "gspo" else tokens).item() == pytest.approx(clip)
-        clips.append(clip)
-    assert 0 < max(clips) < 1
-
-
-# ----------------------------------------------------------------------- masks and their scope
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("quantile", [0.0, 0.2, 0.5, 0.8, 0.9, 1.0])
-def test_mask_equals_a_naive_quantile(quantile, scope):
-    args = flags(trace_entropy_quantile=quantile, trace_mask_scope=scope)
-    for seed in range(5):
-        batch = ragged(seed)
-        extra = assign(args, batch)
-        kept = naive_kept(args, batch)
-        padded = [row + [0] * (max(LENGTHS) - len(row)) for row in kept]
-        assert torch.equal(batch.credit, torch.tensor(padded).float())
-        assert extra["trace_kept"] == pytest.approx(sum(map(sum, kept)) / sum(LENGTHS))
-
-
-def test_share_is_exact_without_ties_and_ties_at_the_cutoff_are_masked():
+# ---- Masks, size and range -----------------------------------------------------------------------
+def test_tokens_that_tie_at_the_cutoff_are_all_masked():
     five = torch.tensor([[0.5, 0.4, 0.3, 0.2, 0.1]])
     for kept, quantile in enumerate([1.0, 0.8, 0.6, 0.4, 0.2, 0.0]):  # (1 - 0.8) * 5 < 1 in floats
-        assert (five > g.entropy_cutoff(five, quantile)).sum() == kept
-    mostly_certain = torch.tensor([[0.0, 0.0, 0.7, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-    kept = mostly_certain > g.entropy_cutoff(mostly_certain, 0.5)
-    assert kept.tolist() == [[i == 2 for i in range(10)]]
+        assert (five > grpo_strace.entropy_cutoff(five, quantile)).sum() == kept
     tied = torch.tensor([[1.0, 1.0, 1.0, 1.0]])
-    assert not (tied > g.entropy_cutoff(tied, 0.5)).any()
-    assert (tied > g.entropy_cutoff(tied, 0.0)).all()
+    assert not (tied > grpo_strace.entropy_cutoff(tied, 0.5)).any()
 
 
-# ------------------------------------------------------------------------ padding and batching
-
-
-@pytest.mark.parametrize("credit", ALL_TRACES)
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("scope", SCOPES)
-def test_what_lies_outside_the_completions_changes_nothing(credit, normalize, scope):
-    args = flags(credit=credit, trace_normalize=normalize, trace_mask_scope=scope, trace_lambda=1)
-    clean, dirty = ragged(5), ragged(5)
-    log_ratio = ratios(clean, 0.1)
-    outside = ~clean.mask
-    junk = ratios(clean, 1e4, 9)
-    for name in ("old_logp", "entropy", "scores", "base_logp"):
-        setattr(dirty, name, torch.where(outside, junk, getattr(clean, name)))
-    dirty.ids = torch.where(clean.attention, clean.ids, 7)
-    expected = loss_of(args, clean, log_ratio)
-    got = loss_of(args, dirty, torch.where(outside, -3 * junk, log_ratio))
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    for batch, grad in ((clean, expected[1]), (dirty, got[1])):
-        assert (grad[outside] == 0).all() and grad.isfinite().all()
-        assert (batch.weights[outside] == 0).all() and (batch.credit[outside] == 0).all()
-    assert torch.equal(clean.weights, dirty.weights)
-
-
-@pytest.mark.parametrize("values", GRID, ids=name_of)
-def test_batched_equals_one_by_one(values):
-    """A rollout in micro-batches of one completion, without the others' padding: the same masks
-    (of the whole rollout, where that is their scope), weights, metrics and gradients."""
-    args, batch = flags(**values), ragged(6)
-    log_ratio = ratios(batch, 0.3)
-    _, grad, clipped = loss_of(args, batch, log_ratio)
-    singles = [batch.select(torch.tensor([row])) for row in range(len(LENGTHS))]
-    assert assign(args, *singles) == pytest.approx(assign(args, batch))
-    for row, (single, length) in enumerate(zip(singles, LENGTHS, strict=True)):
-        assert single.mask.shape == (1, length)
-        assert torch.equal(single.credit[0], batch.credit[row, :length])
-        torch.testing.assert_close(single.weights[0], batch.weights[row, :length])
-        logp = (single.old_logp + log_ratio[row : row + 1, :length]).requires_grad_()
-        scale = g.token_scale(args, single.loss_mask, len(LENGTHS), 0)
-        loss, alone_clipped = g.policy_loss(args, single, logp, single.old_logp, scale)
-        (alone,) = torch.autograd.grad(loss, logp)
-        torch.testing.assert_close(alone[0], grad[row, :length], rtol=1e-5, atol=1e-7)
-        assert torch.equal(alone_clipped[0], clipped[row, :length])
-
-
-@pytest.mark.parametrize("credit", ALL_TRACES)
-def test_completions_of_one_token_are_grpo(credit):
-    batch = ragged(2, (1, 1, 1))
-    log_ratio = torch.tensor([[0.5], [-0.5], [0.1]])
-    got = loss_of(flags(credit=credit, trace_normalize=True), batch, log_ratio)
-    expected = loss_of(flags(credit="uniform"), batch, log_ratio)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert torch.equal(batch.weights, torch.ones(3, 1))
-
-
-# ------------------------------------------------------------------------------ size and range
-
-
-class Storages(TorchDispatchMode):
-    """Keeps every tensor of at least `floor` bytes that an operation makes."""
-
-    def __init__(self, floor: int):
-        super().__init__()
-        self.floor, self.made = floor, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= self.floor:
-                self.made.append(tensor)
-        return out
-
-    def sizes(self) -> list[int]:
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.made}
-        return [storage.nbytes() for storage in storages.values()]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"credit": "s_trace", "trace_normalize": True},
-        {"credit": "grpo_lambda", "trace_kernel": "both"},
-    ],
-    ids=["s_trace", "both"],
-)
-def test_a_trace_of_4096_tokens_takes_one_square_matrix(values):
-    args, length = flags(**values), 4096
-    batch = ragged(1, (length, 3000))
-    batch.scores = batch.entropy = torch.rand(batch.mask.shape) * batch.mask
-    assign(args, batch)
-    log_ratio = (ratios(batch, 0.01) * batch.mask).requires_grad_()
-    with Storages(length * length) as storages:  # bytes: a quarter of one fp32 matrix
-        log_weight, _ = g.surrogate_terms(args, batch, log_ratio)
-        log_weight.sum().backward()
-    assert storages.sizes() == [4 * length * length]
-    assert log_ratio.grad.isfinite().all() and log_weight.isfinite().all()
-    for row, t in ((0, 4095), (0, 1000), (1, 2999)):  # against the sum, token by token
-        decay, keep = args.trace_lambda, batch.credit[row].tolist()
-        terms = [1.0 if k == t else keep[k] * decay ** (t - k) for k in range(t + 1)]
-        if args.trace_kernel == "both":
-            terms = [max(decay**k, decay ** (t - k)) for k in range(t + 1)]
-        total = sum(terms) if args.trace_normalize else 1.0
-        values = log_ratio[row, : t + 1].tolist()
-        expected = math.fsum(w * v for w, v in zip(terms, values, strict=True)) / total
-        assert log_weight[row, t].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+def test_what_lies_outside_the_completions_changes_nothing():
+    args = flags(trace_lambda=1, trace_mask_scope="batch", beta=0.1)
+    results = []
+    for junk in (0.0, 1e4):
+        batch = ragged(5)
+        for name in ("old_logp", "entropy", "base_logp"):
+            value = getattr(batch, name)
+            setattr(batch, name, torch.where(batch.mask, value, junk))
+        assign(args, batch)
+        log_ratio = torch.where(batch.mask, ratios(batch, 0.1), -3 * junk)
+        results.append((*loss_of(args, batch, log_ratio), batch.weights, batch.credit))
+        assert all((x[~batch.mask] == 0).all() for x in results[-1][1:])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_trace_that_would_overflow_leaves_finite_gradients(sign):
-    args, batch = flags(credit="p_trace", trace_lambda=1), ragged(0, (400, 399))
-    batch.advantages = torch.tensor([1.0, -1.0])
-    loss, grad, clipped = loss_of(args, batch, torch.full(batch.mask.shape, sign))  # log R to 400
-    assert loss.isfinite() and grad.isfinite().all() and clipped.any()
+    args = flags(credit="p_trace", trace_lambda=1)
+    batch = ragged(0, length=400)
+    assign(args, batch)
+    loss, gradient, clipped = loss_of(args, batch, torch.full(batch.mask.shape, sign))
+    assert loss.isfinite() and gradient.isfinite().all() and clipped.any()
 
 
-@pytest.mark.parametrize("name", ["trace_lambda", "trace_entropy_quantile"])
-@pytest.mark.parametrize("value", ["-0.1", "1.1", "nan"])
-def test_shares_and_decays_outside_0_to_1_are_refused(name, value, capsys):
-    with pytest.raises(SystemExit) as stop:
-        flags(**{name: value})
-    sentence = f"--{name} {float(value)} is out of range (at least 0, at most 1)"
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err
+# ---- Two processes -------------------------------------------------------------------------------
+def half_of_a_rollout(rank: int) -> grpo_strace.Batch:
+    """Returns a process's share, with its own number of tokens, padding and level of entropy."""
+    batch = ragged(rank, length=13 + 8 * rank)
+    batch.entropy += rank / 2
+    batch.scores = batch.entropy * batch.mask
+    return batch
+
+
+def put_masks(rank: int, port: int, args: grpo_strace.Args, results) -> None:
+    """Is one of two gloo processes: puts the masks of its two micro-batches into a queue."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2)):
+            patch.setenv(name, str(value))
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(port))
+        AcceleratorState._reset_state(reset_partial_state=True)  # the parent's, of one process
+        run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True))
+    batch = half_of_a_rollout(rank)
+    masks = grpo_strace.trace_masks(run, batch, parts(batch, 3))
+    results.put((rank, [row.tolist() for mask in masks for row in mask]))
+    torch.distributed.destroy_process_group()
+
+
+def test_the_batch_scope_of_s_trace_sees_the_tokens_of_every_process():
+    args = flags(trace_mask_scope="batch", trace_entropy_quantile=0.6)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("fork")  # spawned ones would import all again
+    results = context.Queue()
+    processes = [
+        context.Process(target=put_masks, args=(rank, port, args, results)) for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(30)
+
+    halves = [half_of_a_rollout(rank) for rank in (0, 1)]
+    entropies = torch.cat([half.scores[half.mask] for half in halves]).tolist()
+    for rank, half in enumerate(halves):
+        for row, kept in enumerate(found[rank]):
+            own = half.scores[row][half.mask[row]].tolist()
+            above = [sum(other >= entropy for other in entropies) for entropy in own]
+            expected = [float(count <= 0.4 * len(entropies)) for count in above]
+            assert kept == expected + [0.0] * (len(kept) - len(own))
+    assert sum(map(sum, found[0])) < 0.4 * halves[0].mask.sum()  # alone it would keep more

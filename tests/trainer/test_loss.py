@@ -1,222 +1,430 @@
-"""Advantages and the loss: by hand, against TRL's own code, and however a batch is split."""
+"""Advantages, loss and updates: against TRL's own code, and however a batch is split."""
 
-import math
+import inspect
+import itertools
+import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support import ByLength, prompts_of, random_batch, trl_loss
+from support import SCRIPTS, problems_of, random_batch, trained, trl_loss, unscored
 
-import grpo_arca as trainer
-from common.data import Problem
+import grpo_arca
+import grpo_oar
+import grpo_strace
+
+NAN = float("nan")
+LOSSES = ("grpo", "dapo", "dr_grpo")
 
 
 def flags(**values):
-    argv = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    return trainer.parse_args(argv)
+    return grpo_arca.parse_args([f"--{name}={value}" for name, value in values.items()])
 
 
-def loss_and_gradient(args, batch, logp, old_logp, completions=None, tokens=None):
+def loss_and_gradient(args, batch, logp, size=None):
+    """Returns the loss, its gradient in the log-probs [B, T], and which tokens are clipped."""
     leaf = logp.clone().requires_grad_()
-    counts = (completions or len(batch.rows), tokens or float(batch.loss_mask.sum()))
-    scale = trainer.token_scale(args, batch.loss_mask, *counts)
-    loss, clipped = trainer.policy_loss(args, batch, leaf, old_logp, scale)
-    loss.backward()
-    return loss.item(), leaf.grad, clipped
+    run = SimpleNamespace(args=args, update_size=size or len(batch.rows))
+    loss, clipped = grpo_arca.policy_loss(run, batch, leaf, batch.old_logp)
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0], clipped
 
 
-def test_group_advantages_by_hand():
-    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1], [0.1, 0.1, 0.1, 0.1], [1, 1, 0, 0]])
-    group = trainer.group_advantages(rewards, "group")
-    std = math.sqrt((0.75**2 + 3 * 0.25**2) / 3)
-    assert torch.allclose(group[0], torch.tensor([0.75, -0.25, -0.25, -0.25]) / (std + 1e-4))
-    assert (group[1:3] == 0).all()  # exactly 0, although the mean of 0.1 is rounded
-    assert torch.allclose(
-        trainer.group_advantages(rewards, "none")[3], torch.tensor([0.5, 0.5, -0.5, -0.5])
+def moved(batch, spread: float) -> torch.Tensor:
+    """Returns log-probs of a policy that is not the one that sampled."""
+    noise = torch.randn(batch.old_logp.shape, generator=torch.Generator().manual_seed(5))
+    return torch.where(batch.mask, batch.old_logp + spread * noise, 0.0)
+
+
+def by_length(run) -> None:
+    """Makes a run pay for long texts, so that rewards differ within a group."""
+
+    def length(completion_ids, **_):
+        return [float(len(ids)) for ids in completion_ids]
+
+    run.reward_funcs = {"length": length}
+
+
+# ---- Advantages ----------------------------------------------------------------------------------
+def trl_advantages(rewards, weights, aggregation: str, scale: str) -> torch.Tensor:
+    """Returns advantages [prompts, G] by TRL's own lines, from rewards [prompts, G, F]."""
+    module = pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install trl")
+    source = inspect.getsource(module.GRPOTrainer._generate_and_score_completions)
+    begin = source.index("        unscorable_mask = ")
+    end = source.index("advantages = torch.nan_to_num(advantages, nan=0.0)", begin)
+    end = source.index("\n", end)
+    trainer = SimpleNamespace(
+        multi_objective_aggregation=aggregation,
+        scale_rewards=scale,
+        reward_weights=weights,
+        reward_funcs=range(rewards.shape[-1]),
     )
-    batch = trainer.group_advantages(rewards, "batch")
-    assert torch.allclose(
-        batch[0], torch.tensor([0.75, -0.25, -0.25, -0.25]) / (rewards.std() + 1e-4)
-    )
+    names = {
+        "self": trainer,
+        "device": "cpu",
+        "num_generations": rewards.shape[1],
+        "rewards_per_func": rewards.flatten(0, 1),
+    }
+    exec(textwrap.dedent(source[begin:end]), vars(module), names)
+    return names["advantages"].view(rewards.shape[:2])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "scale"),
+    [
+        ("sum_then_normalize", "group"),
+        ("sum_then_normalize", "batch"),
+        ("sum_then_normalize", "none"),
+        ("normalize_then_sum", "group"),
+    ],
+)
+def test_advantages_equal_trls(aggregation, scale):
+    """Of two reward functions, with rewards of None: of one function, and of both."""
+    rewards = torch.randn(5, 4, 2, generator=torch.Generator().manual_seed(0))
+    rewards[0, 1] = NAN
+    rewards[1] = NAN
+    rewards[2, :, 0] = NAN
+    rewards[3, 1:, 1] = NAN
+    weights = torch.tensor([1.0, 0.5])
+    args = flags(multi_objective_aggregation=aggregation, scale_rewards=scale)
+    ours = grpo_arca.aggregated_advantages(args, rewards.double(), weights.double())
+    theirs = trl_advantages(rewards, weights, aggregation, scale)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    assert (ours[4] != 0).all() and (ours[1] == 0).all()
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_completion_that_nothing_judged_counts_nowhere(scale):
-    """As TRL has it: the others of its group have the advantages they would have without it."""
-    nan = float("nan")
-    rewards = torch.tensor(
-        [[1.0, nan, 0, 0.3], [nan] * 4, [nan, nan, 0.7, nan], [0.7, nan, 0.7, 0.7]]
-    )
-    got = trainer.group_advantages(rewards, scale)
-    assert (got[1:] == 0).all() and got[0, 1] == 0
-    judged = torch.tensor([1.0, 0, 0.3])
-    centred = judged - judged.mean()
-    over = {"group": judged.std(), "batch": rewards[~rewards.isnan()].std()}
-    want = centred / (over[scale] + 1e-4) if scale in over else centred
-    torch.testing.assert_close(got[0, [0, 2, 3]], want)
-    # TRL 1.16's own lines
-    nanstd = pytest.importorskip("trl.trainer.utils").nanstd
-    means = torch.nanmean(rewards, dim=1, keepdim=True)
-    std = nanstd(rewards) if scale == "batch" else nanstd(rewards, dim=1, keepdim=True)
-    theirs = rewards - means if scale == "none" else (rewards - means) / (std + 1e-4)
-    torch.testing.assert_close(got, torch.nan_to_num(theirs, nan=0.0), rtol=1e-5, atol=1e-3)
+def test_equal_rewards_have_no_advantage(scale):
+    """Rounding of their mean must not leave one: a fresh Adam would make a whole step of it."""
+    for reward, unknown in itertools.product([0.1, 0.3, 1 / 3, 123.456], range(7)):
+        group = [reward] * (8 - unknown) + [NAN] * unknown
+        rewards = torch.tensor([group, [0.0, 1.0] * 4])
+        advantages = grpo_arca.group_advantages(rewards, scale)
+        assert (advantages[0] == 0).all() and (advantages[1] != 0).all()
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_negative_weight_scales_what_is_below_the_mean(make_run):
+    advantages = []
+    for weight in (1.0, 0.25):
+        run = make_run(negative_weight=weight)
+        by_length(run)
+        advantages.append(grpo_arca.collect(run, {}).advantages)
+    expected = torch.where(advantages[0] < 0, 0.25 * advantages[0], advantages[0])
+    assert torch.equal(advantages[1], expected) and (expected < 0).any()
+
+
+# ---- The loss ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize(("beta", "correction"), [(0.0, True), (0.1, True), (0.1, False)])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_loss_and_gradient_equal_trl(loss_type, beta, weighted):
-    """On the same tensors, off policy (ratios around and beyond the clip), ragged lengths. With
-    credit: TRL takes advantages [B, T], so its loss checks the weighted one too."""
-    batch, args = random_batch(rows=16), flags(loss_type=loss_type, beta=beta)
-    noise = torch.randn(batch.old_logp.shape, generator=torch.Generator().manual_seed(5))
-    logp = torch.where(batch.mask, batch.old_logp + 0.3 * noise, 0.0)
+def test_loss_and_gradient_equal_trls(loss_type, beta, correction, weighted):
+    """On the same tensors, off policy, with ragged lengths. TRL's default corrects the KL's bias.
+
+    TRL takes advantages [B, T], so its loss checks one with credit, too.
+    """
+    batch = random_batch(rows=16)
+    args = flags(loss_type=loss_type, beta=beta, use_bias_correction_kl=correction)
+    assert flags().use_bias_correction_kl  # as pytest.importorskip("trl").GRPOConfig has it
     if weighted:
-        batch.credit = trainer.normalize(batch.scores, batch.mask, 1.0)
-    advantages = batch.advantages[:, None] * batch.credit if weighted else None
-    ours = loss_and_gradient(args, batch, logp, batch.old_logp)
-    theirs = trl_loss(args, batch, logp, batch.old_logp, advantages=advantages)
-    assert ours[0] == pytest.approx(theirs[0].item(), abs=1e-6)
-    assert torch.allclose(ours[1], theirs[1], atol=1e-7)
-    assert 0 < ours[2].sum() < batch.mask.sum()  # some tokens are clipped
+        batch.credit = grpo_arca.normalize(batch.scores, batch.mask, 1.0)
+    logp = moved(batch, 0.3)
+    loss, gradient, clipped = loss_and_gradient(args, batch, logp)
+    advantages = batch.advantages[:, None] * batch.credit
+    theirs = trl_loss(args, batch, logp, advantages=advantages if weighted else None)
+    torch.testing.assert_close(loss, theirs[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient, theirs[1], atol=1e-7, rtol=1e-5)
+    assert 0 < clipped.sum() < batch.mask.sum()
 
 
 def test_dapo_divides_by_the_mean_tokens_of_the_rollouts_updates(make_run):
-    """As TRL does: two updates of unequal lengths, each over half of the generation's tokens."""
+    """As TRL does: two updates of unequal lengths, each over half of the rollout's tokens."""
     run = make_run(loss_type="dapo", steps_per_generation=2, max_completion_length=80, adapter=0.0)
-    run.grader = ByLength()
-    data = ([Problem("x", "1")] * 4, prompts_of(run, 4))
-    batch = trainer.collect(run, data, {})
-    parts = trainer.micro_batches(run.args, batch)
-    tokens = [int(batch.mask[part].sum()) for part in (slice(0, 8), slice(8, 16))]
-    assert tokens[0] != tokens[1] and batch.update_tokens == sum(tokens) / 2
-    for (micro,) in parts:
-        micro.credit, noise = micro.mask.float(), 0.1 * torch.randn(micro.mask.shape)
-        logp = micro.sampled_logp + noise
-        counts = (8, micro.update_tokens)
-        ours = loss_and_gradient(run.args, micro, logp, micro.sampled_logp, *counts)
-        theirs = trl_loss(run.args, micro, logp, micro.sampled_logp, generation=(2, sum(tokens)))
-        assert ours[0] == pytest.approx(theirs[0].item(), abs=1e-6)
-        assert torch.allclose(ours[1], theirs[1], atol=1e-7)
+    by_length(run)
+    batch = grpo_arca.collect(run, {})
+    tokens = [int(batch.mask[:8].sum()), int(batch.mask[8:].sum())]
+    assert tokens[0] != tokens[1]
+    for (micro,) in grpo_arca.micro_batches(run, batch):
+        micro.credit = micro.mask.float()
+        micro.old_logp = micro.sampled_logp
+        loss, gradient, _ = loss_and_gradient(run.args, micro, moved(micro, 0.1), 8)
+        theirs = trl_loss(run.args, micro, moved(micro, 0.1), steps=2, tokens=sum(tokens))
+        torch.testing.assert_close(loss, theirs[0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(gradient, theirs[1], atol=1e-7, rtol=0)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_negative_weight_scales_the_gradient_of_what_is_below_the_mean(make_run, loss_type):
-    """The gradient is linear in it, and at 0 that of TRL's loss with those advantages at 0: rows
-    are left out of the work, not of what the loss is divided by."""
-    gradients, kept = {}, {}
-    for weight in (0.0, 0.25, 1.0):
-        run = make_run(negative_weight=weight, loss_type=loss_type, max_completion_length=80)
-        run.grader = ByLength()
-        data = ([Problem("x", "1")] * 2, prompts_of(run, 2))
-        batch = trainer.collect(run, data, {})
-        mask, advantages = batch.loss_mask, batch.advantages
-        ((micro,),) = trainer.micro_batches(run.args, batch)
-        kept[weight], micro.credit, logp = len(micro.rows), micro.mask.float(), micro.sampled_logp
-        counts = (len(batch.rows), batch.update_tokens)
-        ours = loss_and_gradient(run.args, micro, logp, logp, *counts)[1]
-        gradients[weight] = torch.zeros_like(batch.sampled_logp)
-        for row, values in zip(micro.rows.tolist(), ours, strict=True):
-            gradients[weight][batch.rows.tolist().index(row), : len(values)] = values
-    assert kept[1.0] == kept[0.25] == len(mask) > kept[0.0] == int((advantages > 0).sum())
-    assert (gradients[0.0] != 0).any() and not torch.allclose(gradients[0.0], gradients[1.0])
-    quarter = 0.75 * gradients[0.0] + 0.25 * gradients[1.0]
-    assert torch.allclose(gradients[0.25], quarter, atol=1e-8)
-    logp, batch.advantages = batch.sampled_logp, advantages.clamp(min=0)
-    batch.loss_mask = batch.mask
-    theirs = trl_loss(run.args, batch, logp, logp)[1]
-    assert torch.allclose(gradients[0.0], theirs, atol=1e-7)
-
-
-def test_policy_gradient_on_a_model_of_two_tokens():
-    """One token, two actions, logits (x, 0): grad of -A log pi(a) in x is -A (1[a=0] - p0)."""
-    x = torch.tensor(0.3, requires_grad=True)
-    logits = torch.stack([x, torch.zeros(())])
-    actions, advantages = torch.tensor([0, 0, 1, 0]), torch.tensor([1.0, -0.5, 2.0, 0.0])
-    logp = logits.log_softmax(0)[actions][:, None]  # [4, 1]
-    batch = random_batch(rows=4, length=1)
-    batch.advantages = advantages
-    args = flags()
-    scale = trainer.token_scale(args, batch.loss_mask, 4, 4)
-    trainer.policy_loss(args, batch, logp, logp.detach(), scale)[0].backward()
-    p0 = math.exp(0.3) / (math.exp(0.3) + 1)
-    expected = -(1.0 * (1 - p0) - 0.5 * (1 - p0) + 2.0 * (0 - p0) + 0.0) / 4
-    assert x.grad.item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_uniform_is_plain_grpo_bit_for_bit(make_run):
-    batch = random_batch()
-    run = make_run(credit="uniform")
-    batch.scores = torch.ones_like(batch.old_logp)
-    trainer.assign_credit(run, batch, [batch], {})
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_uniform_credit_is_plain_grpo_to_the_bit(make_run, script):
+    """Its terms are the log-ratio itself, and the same advantage for each token."""
+    module = {"grpo_arca": grpo_arca, "grpo_oar": grpo_oar, "grpo_strace": grpo_strace}[script]
+    run = make_run(module, credit="uniform")
+    batch = unscored(random_batch(module), module)
+    module.score(run, batch, [batch], {})
     assert torch.equal(batch.weights, batch.mask.float())
-    logp = batch.old_logp + 0.3 * torch.randn(
-        batch.old_logp.shape, generator=torch.Generator().manual_seed(2)
-    )
-    loss, gradient, _ = loss_and_gradient(run.args, batch, logp, batch.old_logp)
-    leaf = logp.clone().requires_grad_()
-    ratio = torch.where(batch.mask, leaf - batch.old_logp, 0.0).exp()
-    a = batch.advantages[:, None]
-    plain = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
-    plain = (plain * (batch.mask / batch.mask.sum(1, keepdim=True) / 8)).sum()
-    plain.backward()
-    assert loss == plain.item() and torch.equal(gradient, leaf.grad)
+    weight, advantages = module.surrogate_terms(run.args, batch, batch.entropy)
+    assert weight is batch.entropy
+    expected = batch.advantages[:, None].expand_as(advantages)
+    assert torch.equal(advantages[batch.mask], expected[batch.mask])
 
 
-def test_no_split_changes_the_loss():
-    """The loss is divided by the lengths and counts of the whole update, not of a micro-batch."""
-    for loss_type in ("grpo", "dapo", "dr_grpo"):
-        batch, args = random_batch(), flags(loss_type=loss_type)
-        logp = batch.old_logp + 0.1
-        tokens = float(batch.loss_mask.sum())
-        whole, gradient, _ = loss_and_gradient(args, batch, logp, batch.old_logp)
-        parts = torch.zeros_like(gradient)
-        total = 0.0
-        for index in torch.arange(8).split(3):
-            micro = batch.select(index)
-            width = micro.mask.shape[1]
-            pair = logp[index, :width], micro.old_logp
-            loss, g, _ = loss_and_gradient(args, micro, *pair, 8, tokens)
-            parts[index, :width] += g
-            total += loss
-        assert total == pytest.approx(whole, abs=1e-6)
-        assert torch.allclose(parts, gradient, atol=1e-7)
-
-
-def test_truncated_completions_follow_the_flag(make_run):
-    """They are left out of the loss when the flag asks for it. A batch of nothing else has a finite
-    loss, which is 0."""
-    run = make_run(mask_truncated_completions=True)
-    batch = trainer.collect(run, ([Problem("x", "1")] * 4, prompts_of(run)), {})
-    assert (batch.loss_mask.any(1) == ~batch.truncated).all() and batch.truncated.any()
-    batch.truncated[:], batch.loss_mask = True, torch.zeros_like(batch.mask)
-    for run.args.loss_type in ("grpo", "dapo", "dr_grpo"):
-        batch.credit, logp = batch.mask.float(), batch.sampled_logp
-        loss, gradient, _ = loss_and_gradient(run.args, batch, logp, logp, 8, 0.0)
-        assert loss == 0 and (gradient == 0).all()
-    ((micro,),) = trainer.micro_batches(run.args, batch)
-    assert len(micro.rows) == 1 and micro.advantages.tolist() == [0.0]  # shown as untrained
-
-
-def test_the_stop_token_is_trained(make_run):
-    """A completion's stop token has a gradient, although it is the pad token, too."""
-    run = make_run()
-    run.tokenizer.pad_token = run.tokenizer.eos_token
+def test_a_method_may_have_a_clip_range_for_each_token():
+    args = flags()
     batch = random_batch()
-    batch.ids = torch.where(batch.attention, batch.ids, run.tokenizer.pad_token_id)
-    ends = batch.mask.sum(1) - 1
-    batch.ids[torch.arange(8), batch.prompt_width + ends] = run.tokenizer.pad_token_id
-    _, gradient, _ = loss_and_gradient(run.args, batch, batch.old_logp, batch.old_logp)
-    assert (gradient[torch.arange(8), ends] != 0).all()
-    assert (gradient[~batch.mask] == 0).all()
+    logp = moved(batch, 0.3)
+    low = torch.full_like(logp, 0.9)
+    high = torch.rand(logp.shape) + 1
+    batch.bounds = (low, high)
+    _, gradient, clipped = loss_and_gradient(args, batch, logp)
+    ratio = (logp - batch.old_logp).exp()
+    is_out = torch.where(batch.advantages[:, None] > 0, ratio > high, ratio < low) & batch.mask
+    assert torch.equal(clipped, is_out)
+    assert torch.equal(gradient == 0, is_out | ~batch.mask)
 
 
-def test_kl_pulls_towards_the_base(make_run):
-    """beta > 0: at advantage 0 the gradient is the k3 KL's alone, as autograd has it."""
-    batch, args = random_batch(), flags(beta=0.5)
-    batch.advantages = torch.zeros(8)
-    loss, gradient, _ = loss_and_gradient(args, batch, batch.old_logp, batch.old_logp)
-    leaf = batch.old_logp.clone().requires_grad_()
-    d = batch.base_logp - leaf
-    k3 = (d.exp() - d - 1) * batch.mask / batch.mask.sum(1, keepdim=True)
-    (0.5 * k3.sum() / 8).backward()
-    assert loss > 0 and torch.allclose(gradient, leaf.grad, atol=1e-7)
+def test_truncated_completions_are_left_out_where_that_is_asked(make_run):
+    """A batch of nothing else has a finite loss, which is 0, and shows one row, untrained."""
+    run = make_run(mask_truncated_completions=True)
+    by_length(run)
+    batch = grpo_arca.collect(run, {})
+    assert torch.equal(batch.loss_mask.any(1), ~batch.truncated) and batch.truncated.any()
+    batch.loss_mask = torch.zeros_like(batch.mask)
+    ((micro,),) = grpo_arca.micro_batches(run, batch)
+    assert len(micro.rows) == 1
+    grpo_arca.score(run, batch, [micro], {})
+    row = grpo_arca.update(run, [micro])
+    assert row["loss"] == row["grad_norm"] == row["skipped_update"] == 0
+
+
+# ---- Updates -------------------------------------------------------------------------------------
+def gradient_of(run, micros) -> torch.Tensor:
+    """Returns the gradient of an update whose step is not taken."""
+    found = []
+
+    def keep():
+        found.append(torch.cat([parameter.grad.flatten() for parameter in trained(run)]).clone())
+
+    run.optimizer.step = keep
+    grpo_arca.score(run, micros[0], micros, {})
+    grpo_arca.update(run, micros)
+    return found[0]
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize(("beta", "rows"), [(0.0, 3), (0.1, 8)])
+def test_no_micro_batch_and_no_dropped_row_changes_the_gradient(make_run, loss_type, beta, rows):
+    """A row whose advantage is 0 has no gradient but the KL's, so it is left out of the work."""
+    run = make_run(max_grad_norm=0, beta=beta, loss_type=loss_type, credit="surprisal")
+    batch = unscored(random_batch())
+    batch.advantages[2:7] = 0.0
+    whole = gradient_of(run, [batch])
+    ((micro,),) = grpo_arca.micro_batches(run, unscored(batch))
+    parts = [unscored(batch).select(index) for index in torch.arange(8).split(3)]
+    assert len(micro.rows) == rows and whole.abs().max() > 1e-4
+    for micros in ([micro], parts):
+        assert (gradient_of(run, micros) - whole).norm() < 1e-5 * whole.norm()
+
+
+def test_micro_batches_of_an_update_are_its_own_rows_by_length(make_run):
+    """Two updates of two micro-batches each: like lengths together, problems with their rows."""
+    run = make_run(
+        steps_per_generation=4, gradient_accumulation_steps=2, max_completion_length=80, adapter=0.0
+    )
+    by_length(run)
+    batch = grpo_arca.collect(run, {})
+    batch.advantages = torch.ones(32)
+    batch.advantages[5] = 0.0
+    batch.advantages[20:] = 0.0
+    updates = grpo_arca.micro_batches(run, batch)
+    kept = [sorted(torch.cat([m.rows for m in micros]).tolist()) for micros in updates]
+    assert kept == [[i for i in range(16) if i != 5], [*range(16, 20)]]
+    assert [[len(m.rows) for m in micros] for micros in updates] == [[8, 7], [4]]
+    lengths = [micro.attention.sum(1) for micro in updates[0]]
+    assert lengths[0].max() <= lengths[1].min()
+    for micro in itertools.chain.from_iterable(updates):
+        for row, problem, text in zip(micro.rows, micro.problems, micro.texts, strict=True):
+            assert problem is batch.problems[row] and text == batch.texts[row]
+
+
+def test_metrics_count_what_is_trained_alone(make_run):
+    """Tokens that are left out as truncated are in no clip fraction, and a huge ratio is a clip
+    only where the advantage is above 0. The gradient is longer than a small limit."""
+    run = make_run(num_iterations=2, max_grad_norm=1e-3)
+    batch = random_batch()
+    batch.old_logp = torch.where(batch.mask, -100.0, 0.0)  # all ratios are huge
+    batch.loss_mask = batch.mask & (torch.arange(8) == 0)[:, None]
+    batch.advantages = torch.ones(8)
+    row = grpo_arca.update(run, [batch])
+    assert row["clip_fraction"] == row["clip_fraction_sequence"] == 1
+    assert row["clipped_gradient"] == 0 == row["grad_norm"]
+    batch.loss_mask = batch.mask
+    batch.advantages[:4] = -1.0
+    row = grpo_arca.update(run, [batch])
+    assert row["clip_fraction_sequence"] == 1 / 2
+    assert row["clip_fraction"] == pytest.approx(float(batch.mask[4:].sum() / batch.mask.sum()))
+    assert row["clipped_gradient"] == 1 and row["grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_an_update_without_a_gradient_moves_weights_by_momentum_alone(make_run, skips):
+    """The length of that step over the first one's is computed by hand from Adam's formula."""
+    run = make_run(skip_zero_gradient=skips, lr_scheduler_type="constant")
+    weights = [torch.cat([p.detach().flatten() for p in trained(run)])]
+    for advantage in (1.0, 0.0):
+        batch = random_batch()
+        batch.old_logp = grpo_arca.NOT_SET
+        batch.advantages = torch.tensor([advantage, -advantage] * 4)
+        row = grpo_arca.update(run, [batch])
+        assert (row["grad_norm"] > 0) == (advantage > 0) and row["skipped_update"] == 0
+        weights.append(torch.cat([p.detach().flatten() for p in trained(run)]))
+    lengths = [(after - before).norm().item() for before, after in itertools.pairwise(weights)]
+    momentum = (0.9 * 0.1 / (1 - 0.9**2)) / (0.999 * 0.001 / (1 - 0.999**2)) ** 0.5
+    expected = 0.0 if skips else momentum * lengths[0]
+    assert lengths[1] == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_rate_begins_at_a_share_of_its_peak_and_ends_above_0(make_run):
+    """A warm-up of 3 is 1/3, 2/3, 1 of the rate: no update is at rate 0."""
+    run = make_run(warmup_steps=3, max_steps=6, learning_rate=0.3)
+    rates = []
+    for run.step in range(6):
+        rates.append(grpo_arca.update(run, [random_batch()])["learning_rate"])
+    assert rates[:3] == pytest.approx([0.1, 0.2, 0.3]) and rates[2] > rates[3] > rates[5] > 0
+
+
+def test_no_forward_pass_that_nobody_needs(make_run):
+    """The update's own, the log-probs before the first of several updates, that of beta, and two
+    of ARCA's. Each reads the prompts, and then the completions."""
+    for credit, beta, iterations, passes in (
+        ("uniform", 0, 1, 1), ("surprisal", 0, 1, 1), ("arca", 0, 1, 3), ("uniform", 0.1, 1, 2),
+        ("uniform", 0, 2, 2), ("arca", 0.1, 2, 5),
+    ):  # fmt: skip
+        run = make_run(credit=credit, beta=beta, num_iterations=iterations)
+        batch = unscored(random_batch())
+        calls = []
+        run.model.get_base_model().model.register_forward_hook(lambda *_, c=calls: c.append(1))
+        grpo_arca.score(run, batch, [batch], {})
+        grpo_arca.update(run, [batch])
+        assert len(calls) == 2 * passes, (credit, beta, iterations)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_first_of_several_updates_has_ratio_one_to_the_bit(make_run, monkeypatch, dropout):
+    """The pass for the old log-probs has the same mode and dropout. The second iteration, whose old
+    log-probs stay, is clipped."""
+    run = make_run(
+        lora_dropout=dropout, num_iterations=2, learning_rate=0.1, warmup_steps=0, max_steps=4
+    )
+    batch = random_batch()
+    micros = [unscored(batch).select(index) for index in torch.arange(8).split(4)]
+    grpo_arca.score(run, batch, micros, {})
+    for micro in micros:
+        assert torch.equal(grpo_arca.training_forward(run, micro), micro.old_logp)
+        run.policy.eval()
+        with torch.no_grad():  # dropout acts in training, and never in rollouts and scores
+            gap = (run.policy(micro)[0] - micro.old_logp).abs().max()
+        assert (gap > 1e-3) == (dropout > 0)
+    first = grpo_arca.update(run, micros)
+    second = grpo_arca.update(run, micros)
+    assert first["clip_fraction"] == 0 < second["clip_fraction"]
+
+
+# ---- Numbers that are not finite -----------------------------------------------------------------
+def state_of(run) -> list[torch.Tensor]:
+    """Returns all that an update changes."""
+    moments = [x for state in run.optimizer.state.values() for x in state.values()]
+    return [x.detach().clone() for x in (*trained(run), *moments)]
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_an_update_that_is_not_finite_changes_nothing(make_run, monkeypatch, where):
+    run = make_run()
+    batch = random_batch()
+    policy_loss = grpo_arca.policy_loss
+
+    def broken_loss(*inputs):
+        loss, clipped = policy_loss(*inputs)
+        if where == "loss":
+            return loss * NAN, clipped
+        return loss + (loss - loss).sqrt(), clipped  # the derivative of sqrt at 0 is infinite
+
+    grpo_arca.update(run, [batch])  # so that there are moments to spoil
+    before = state_of(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo_arca, "policy_loss", broken_loss)
+        assert grpo_arca.update(run, [batch])["skipped_update"] == 1
+    assert all(map(torch.equal, before, state_of(run)))
+    assert grpo_arca.update(run, [batch])["skipped_update"] == 0
+    assert not all(map(torch.equal, before, state_of(run)))
+
+
+METHODS = [(grpo_arca, "arca"), (grpo_arca, "shuffled"), (grpo_oar, "oar_g"), (grpo_oar, "random")]
+METHODS += [(grpo_strace, "s_trace"), (grpo_strace, "gspo")]
+
+
+@pytest.mark.parametrize(("module", "credit"), METHODS)
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+def test_a_score_that_is_not_finite_skips_the_update(make_run, monkeypatch, module, credit, value):
+    """In every method: NaN >= 0 is False, which in OAR meant a token that is not scored."""
+    run = make_run(module, credit=credit)
+    inner = module.token_scores
+
+    def token_scores(run, micro, metrics):
+        scores = inner(run, micro, metrics)
+        scores[0, 0] = value
+        return scores
+
+    monkeypatch.setattr(module, "token_scores", token_scores)
+    batch = unscored(random_batch(module), module)
+    module.score(run, batch, [batch], {})
+    before = state_of(run)
+    assert module.update(run, [batch])["skipped_update"] == 1
+    assert all(map(torch.equal, before, state_of(run)))
+
+
+def test_ten_skipped_updates_end_the_run_with_a_checkpoint(
+    run_main, rows_of, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(grpo_arca, "token_scores", lambda run, micro, _: micro.entropy * NAN)
+    code, _, err = run_main(max_steps=20)
+    assert code == 1 and "not finite in ten updates in a row: lower --learning_rate" in err
+    assert [row["skipped_update"] for row in rows_of()] == [1] * 10
+    assert (tmp_path / "out/checkpoint-10/state.pt").is_file()
+
+
+# ---- Dynamic sampling ----------------------------------------------------------------------------
+def test_only_groups_with_equal_rewards_are_drawn_again(make_run):
+    """By problems and uniforms of their own, which depend on the row and the attempt alone; until
+    rewards differ, and at most so often as the flag says. The rest of the rollout stays."""
+    batches = {}
+    judged = {}
+    for tries in (0, 1, 3):
+        run = make_run(max_resample_times=tries, per_device_train_batch_size=32)
+        run.reward_funcs = {"even": even_length}
+        metrics: dict[str, float] = {}
+        batches[tries] = grpo_arca.collect(run, metrics)
+        judged[tries] = metrics["sampled_completions"]
+    first = batches[0].rewards.view(8, 4)
+    is_flat = (first == first[:, :1]).all(1)
+    assert 2 <= is_flat.sum() <= 6 and judged[0] == 32
+    assert judged[1] == 32 + 4 * is_flat.sum() <= judged[3]
+    for tries in (1, 3):
+        for group in range(8):
+            rows = slice(4 * group, 4 * group + 4)
+            is_same = batches[tries].texts[rows] == batches[0].texts[rows]
+            assert is_same != is_flat[group]
+    new = batches[1].rewards.view(8, 4)
+    is_done = (new != new[:, :1]).any(1)
+    for group in is_done.nonzero().flatten().tolist():
+        rows = slice(4 * group, 4 * group + 4)
+        assert batches[3].texts[rows] == batches[1].texts[rows]
+    assert (batches[3].advantages != 0).sum() >= (batches[1].advantages != 0).sum() > 0
+
+
+def even_length(completion_ids, **_):
+    return [float(sum(ids) % 4 == 0) for ids in completion_ids]
+
+
+def test_groups_are_told_apart_by_their_places(make_run):
+    """Prompts that repeat are groups of their own, and samples of a prompt differ."""
+    run = make_run()
+    run.train_set = problems_of(run, 1)
+    batch = grpo_arca.collect(run, {})
+    assert batch.rows.tolist() == list(range(8)) and len(set(batch.texts)) > 4

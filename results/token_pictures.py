@@ -1,0 +1,211 @@
+"""Shows where each method puts its weight, on the same completions, before and after training.
+
+    python results/token_pictures.py runs/grpo_oar-oar_g-1              # the table
+    python results/token_pictures.py runs/smollm2 --problems 8 --picture
+
+Where the steps of a solution are known, as in the embedded task, so are the tokens that decide: the
+digits of every step's result. The table has, for each method, means over the completions of
+held-out problems, 4 samples each, for the untrained policy and for that of a run's folder:
+
+    result               mean weight of a result digit, over the mean weight of the completion
+    first_wrong          the same for the first wrong token
+    auroc                of the first wrong token: the share of the other tokens of its completion
+                         that weigh less; 0.5 if the weights knew nothing
+    auroc_among_results  the share of the other result digits that weigh less
+    gini, effn           how concentrated the weights are
+    wrong                how many completions have a wrong token
+
+It is results/data/decisive_tokens/table.csv. With --picture nothing but methods.png is written
+there: the first wrong completion of the run's policy, under four methods.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import matplotlib
+import torch
+from studies import write_csv
+from torch import Tensor
+
+from common.metrics import weight_stats
+from common.task import token_roles
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+DATA = ROOT / "results/data/decisive_tokens"
+METHODS = {  # --credit -> its script
+    "arca": "grpo_arca",
+    "surprisal": "grpo_arca",
+    "probability": "grpo_arca",
+    "entropy_reduction": "grpo_arca",
+    "divergence": "grpo_arca",
+    "oar_p": "grpo_oar",
+    "oar_g": "grpo_oar",
+    "p_trace": "grpo_strace",
+    "s_trace": "grpo_strace",
+}
+TITLES = {  # of the methods in the picture
+    "arca": "ARCA: how far has the adapter moved the policy here?",
+    "oar_p": "OAR-P: how does the answer change if this token is replaced?",
+    "oar_g": "OAR-G: how does the answer change with this token's embedding?",
+    "s_trace": "S-trace: which later tokens does its ratio reach?",
+}
+SAMPLES = 4  # of a problem
+KEPT_FLAGS = (  # of a run: those that its policy and its task depend on
+    "model_name_or_path", "dataset_name", "dataset_config", "dtype", "max_completion_length",
+    "gradient_checkpointing",
+)  # fmt: skip
+NARROWEST = 60  # characters in a line of the picture
+WIDEST = 92
+FULL_TINT = 3.0  # the weight that has it
+
+
+# ---- Policies and completions --------------------------------------------------------------------
+def flags_of(folder: Path, problems: int) -> list[str]:
+    """Returns the flags of the run that left a folder, as far as another run must share them."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    flags = [f"--{name}={config[name]}" for name in KEPT_FLAGS if config[name] is not None]
+    return [*flags, f"--num_generations={SAMPLES}", f"--max_eval_samples={problems}"]
+
+
+def sample(run: Any, module: Any) -> Any:
+    """Returns a graded batch of samples of the held-out problems, in which every row counts."""
+    problems = []
+    for problem in run.held_out:
+        problems += [problem] * SAMPLES
+    rows = torch.arange(len(problems))
+    length = run.args.max_completion_length
+    uniforms = module.row_uniforms(run.args.seed, "probe", 0, rows, length, SAMPLES)
+    batch = module.sample(run, rows, problems, uniforms, 0, run.reward_funcs, {})
+    return replace(batch, advantages=torch.ones(len(rows)), loss_mask=batch.mask)
+
+
+def scored(flags: list[str], credits: list[str]) -> dict[str, Any]:
+    """Returns a batch of the same samples for each method, with its weights."""
+    batches: dict[str, Any] = {}
+    sampled = None
+    for credit in credits:
+        module = importlib.import_module(METHODS[credit])
+        run = module.Run(module.parse_args([*flags, "--credit", credit]))
+        sampled = sampled or sample(run, module)
+        batches[credit] = replace(sampled, advantages=sampled.advantages.clone())
+        module.score(run, batches[credit], [batches[credit]], {})
+        batches[credit].pieces = [
+            [run.tokenizer.decode([token]) for token in ids] for ids in sampled.completion_ids
+        ]
+    return batches
+
+
+# ---- Figures -------------------------------------------------------------------------------------
+def auroc(weight: Tensor, others: Tensor) -> float:
+    """Returns the share of other weights that are less than a weight. Ties count half."""
+    return ((others < weight).double() + 0.5 * (others == weight).double()).mean().item()
+
+
+def figures(weights: Tensor, roles: list[str]) -> dict[str, float]:
+    """Returns the figures of a completion, from weights and roles of its tokens.
+
+    Those of the first wrong token are missing where no token is wrong.
+    """
+    is_first_wrong = torch.tensor([role == "first_wrong" for role in roles])
+    is_result = torch.tensor([role == "result" for role in roles])
+    is_decisive = is_result | is_first_wrong
+    found = {}
+    if is_decisive.any():
+        found["result"] = (weights[is_decisive].mean() / weights.mean()).item()
+    if is_first_wrong.any():
+        weight = weights[is_first_wrong]
+        found["first_wrong"] = (weight / weights.mean()).item()
+        found["auroc"] = auroc(weight, weights[~is_first_wrong])
+        if is_result.any():
+            found["auroc_among_results"] = auroc(weight, weights[is_result])
+    return found
+
+
+def table_row(batch: Any) -> dict[str, float]:
+    """Returns the means over the completions of a scored batch."""
+    found: dict[str, list[float]] = {}
+    for row, problem in enumerate(batch.problems):
+        roles = token_roles(batch.pieces[row], problem)
+        for name, value in figures(batch.weights[row][batch.mask[row]], roles).items():
+            found.setdefault(name, []).append(value)
+    means = {name: mean(values) for name, values in found.items()}
+    for name, values in weight_stats(batch.weights, batch.mask).items():
+        means[name] = values.nanmean().item()
+    return means | {"wrong": len(found["first_wrong"])}
+
+
+# ---- The picture ---------------------------------------------------------------------------------
+def draw_completion(axis: Any, pieces: list[str], weights: list[float], wrong: int) -> None:
+    """Draws a completion as lines of monospaced text, each token on its tint."""
+    columns = axis.get_xlim()[1]
+    x = 0
+    y = 0.0
+    for i, piece in enumerate(pieces):
+        if x + len(piece) > columns:
+            x = 0
+            y -= 0.8
+        tint = min(weights[i] / FULL_TINT, 1.0)
+        box = plt.Rectangle((x, y - 0.27), len(piece), 0.68, color="#D55E00", alpha=tint, lw=0)
+        axis.add_patch(box)
+        for k, character in enumerate(piece.replace("\n", " ")):
+            axis.text(x + k + 0.5, y, character, family="monospace", fontsize=11, ha="center")
+        if i == wrong:
+            axis.plot([x, x + len(piece)], [y - 0.3, y - 0.3], color="black", linewidth=2)
+        x += len(piece)
+
+
+def draw_picture(batches: dict[str, Any], path: Path) -> None:
+    """Draws the first wrong completion under each method, its first wrong token underlined."""
+    first = next(iter(batches.values()))
+    row = first.rewards.tolist().index(0.0)
+    problem = first.problems[row]
+    pieces = first.pieces[row]
+    wrong = token_roles(pieces, problem).index("first_wrong")
+    columns = max(NARROWEST, min(WIDEST, len("".join(pieces))))
+    figure, axes = plt.subplots(len(batches), 1, figsize=(0.12 * columns, 1.1 * len(batches)))
+    for axis, (credit, batch) in zip(axes, batches.items(), strict=True):
+        axis.set_xlim(0, columns)
+        axis.set_ylim(-1.3, 1.2)
+        axis.axis("off")
+        axis.text(0, 0.75, TITLES[credit], fontsize=12, fontweight="bold")
+        draw_completion(axis, pieces, batch.weights[row].tolist(), wrong)
+    prompt = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
+    figure.suptitle(f"{prompt}  (right: {problem.answer})", x=0.02, ha="left")
+    figure.tight_layout(rect=(0, 0, 1, 0.98))
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="of a run")
+    parser.add_argument("--problems", type=int, default=32)
+    parser.add_argument("--picture", action="store_true", help="draw methods.png, write no table")
+    options = parser.parse_args()
+    flags = flags_of(options.folder, options.problems)
+    trained = [*flags, f"--start_adapter={options.folder / 'adapter'}"]
+    if options.picture:
+        draw_picture(scored(trained, list(TITLES)), DATA / "methods.png")
+        return
+    rows: list[dict[str, Any]] = []
+    for policy, own_flags in (("untrained", flags), (str(options.folder), trained)):
+        for credit, batch in scored(own_flags, list(METHODS)).items():
+            rows.append({"policy": policy, "credit": credit} | table_row(batch))
+            print(rows[-1], flush=True)
+    write_csv(rows, DATA / "table.csv")
+
+
+if __name__ == "__main__":
+    main()

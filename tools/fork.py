@@ -1,0 +1,94 @@
+"""Makes a whole script of a credit method, beside grpo_arca.py.
+
+    python tools/fork.py methods/entropy_mask.py      # writes grpo_entropy_mask.py
+
+The script is grpo_arca.py with another docstring and other CREDIT regions. So it trains, resumes
+and diffs like every grpo_*.py, and its runs and cards have the method's name. To change the method,
+edit its file and fork it again, which replaces the script.
+
+The file of a method has the docstring that the script will have (formula, source, what of it is
+public), and what stands between the marks of a script. What surrounds the marks only makes it
+Python, for editors and checkers:
+
+    from grpo_arca import Batch, Run, Tensor, flag  # names of grpo_arca.py that stand below
+
+    class Flags:
+        # === CREDIT ===
+        floor: float = flag(0.1, "least weight of a token")
+        # === END CREDIT ===
+
+    # === CREDIT ===
+    def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+        return micro.entropy.clamp(min=run.args.floor)
+    # === END CREDIT ===
+
+A method without flags has the second region alone. Of token_scores, assign_credit and
+surrogate_terms it holds those that differ from grpo_arca.py's, and any others that it calls. What
+is used but not defined, and stands in a region of grpo_arca.py, is copied from there: functions
+such as `normalize` and `control_weights`, and their flags.
+
+Unless the flags hold `credit`, it is made: its default is the file's name, and where assign_credit
+is grpo_arca.py's, it also offers that function's controls, random and shuffled. Plain GRPO needs no
+place in a method: it is grpo_arca.py --credit uniform, and all outside the regions is the same.
+"""
+
+import argparse
+import re
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = re.compile(r"(^ *# === (?:END )?CREDIT ===\n)", re.M)
+NAME = re.compile(r"(?:def |class |from \S+ import )?(\w+)")
+
+
+def statements(code: str) -> dict[str, str]:
+    """Returns the statements of a code that is not indented by the names that they define."""
+    texts = re.split(r"^(?=\w)", code, flags=re.M)[1:]
+    return {NAME.findall(text)[0]: text for text in texts}
+
+
+def inherited(code: str, own: str, source: str) -> str:
+    """Returns the statements of a source that a code names, and those that they name in turn.
+
+    Those that are also in `own` are left out.
+    """
+    texts = statements(source)
+    taken: set[str] = set()
+    for _ in texts:  # each time may find more
+        taken = set(re.findall(r"\w+", code)) & texts.keys() - statements(own).keys()
+        code += "".join(texts[name] for name in taken)
+    return "".join(text for name, text in texts.items() if name in taken)
+
+
+def fork(method: Path) -> str:
+    """Returns the script of a method's file."""
+    arca = MARK.split((ROOT / "grpo_arca.py").read_text())  # marks are at the odd places
+    own = MARK.split(method.read_text())
+    flags = textwrap.dedent(own[2]) if len(own) == 9 else ""
+    code = own[-3].rstrip() + "\n\n\n"
+    if "credit" not in statements(flags):
+        controls = "" if "assign_credit" in statements(code) else ', "random", "shuffled"'
+        choices = f'Literal["{method.stem}"{controls}]'
+        flags = f'credit: {choices} = flag("{method.stem}", "what splits the advantage")\n{flags}'
+    # The loop calls three functions, whether they are the method's own or not.
+    arca[6] = code + inherited(f"{code} token_scores assign_credit surrogate_terms", code, arca[6])
+    flags += inherited(arca[6], flags, textwrap.dedent(arca[2]))
+    arca[2] = textwrap.indent(flags, "    ")
+    docstring = own[0].rpartition('"""')[0].rstrip()
+    how_to_read = arca[0][arca[0].index("How to read this file") :]
+    arca[0] = f"{docstring}\n\n    accelerate launch grpo_{method.stem}.py\n\n{how_to_read}"
+    return "".join(arca)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("method", type=Path, help="its file")
+    method = parser.parse_args().method
+    (ROOT / f"grpo_{method.stem}.py").write_text(fork(method))
+
+
+if __name__ == "__main__":
+    main()
