@@ -5,10 +5,13 @@
 
 Runs that differ in the seed alone (or in where they write, what they save and on what they run) are
 one group. A group is called by the first of its folders and by what tells it from the other groups.
+If its runs were made by different commits, the table is followed by a warning.
+
 Left, the mean reward of a group's runs, smoothed over a tenth of the steps, and the range of single
 runs. Right, the evaluation after the last step, by the figure that chooses the best one: a dot a
 run, a bar at the mean. The table has that figure before and after training, as a mean over the runs
-and, of several, their standard deviation.
+and, of several, their standard deviation. Folders without a finished run are left out, with a line
+each.
 """
 
 import argparse
@@ -51,10 +54,14 @@ class Run(NamedTuple):
 
     folder: Path
     config: dict[str, Any]  # what tells it from runs of other groups
-    rewards: pandas.Series  # of every step; NaN where no reward function applied
+    commit: str  # of its code
+    rewards: pandas.Series  # by step; NaN where no reward function applied
     metric: str  # the figure of the next two
     before: float
     after: float
+
+
+Groups = dict[str, list[Run]]  # the runs of a group by its label
 
 
 # ---- Reading runs --------------------------------------------------------------------------------
@@ -63,14 +70,15 @@ def read_run(folder: Path) -> Run:
     summary = json.loads((folder / "summary.json").read_text())
     config = json.loads((folder / "config.json").read_text())
     environment = config["environment"]
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    updates = [row for row in map(json.loads, lines) if "reward" in row]
+    told = {name: value for name, value in config.items() if name not in SAME_ANYWAY}
+    rows = pandas.read_json(folder / "metrics.jsonl", lines=True)
+    updates = rows[rows["loss"].notna()].set_index("step") if "loss" in rows else rows[:0]
     (metric,) = summary["best"].keys() - {"step", "weights"}
     return Run(
-        folder,
-        {name: value for name, value in config.items() if name not in SAME_ANYWAY}
-        | {"script": Path(environment["command"][0]).stem, "commit": environment["commit"]},
-        pandas.Series([row["reward"] for row in updates], dtype=float),
+        folder.resolve(),
+        told | {"script": Path(environment["command"][0]).stem},
+        str(environment["commit"]),
+        updates.get("reward", pandas.Series(dtype=float)).astype(float),
         metric,
         summary["before"].get(metric, float("nan")),
         summary["after"][metric],
@@ -89,16 +97,94 @@ def differences(config: dict[str, Any], others: list[dict[str, Any]]) -> str:
     return ", ".join(found)
 
 
-def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
+def groups_of(runs: list[Run]) -> Groups:
     """Returns the runs of each group by its label: its folders, and what differs."""
     members: dict[str, list[Run]] = {}
     for run in runs:
         members.setdefault(json.dumps(run.config, sort_keys=True), []).append(run)
     configs = [group[0].config for group in members.values()]
     groups = {}
-    for group in members.values():
-        label = group[0].folder.resolve().name
+    for number, group in enumerate(members.values(), 1):
+        label = f"{number}  {group[0].folder.name}"
         if len(group) > 1:
             label += f" and {len(group) - 1} more"
-        groups[f"{label}: {differences(group[0].config, configs)}"] = group
+        telling = differences(group[0].config, configs)
+        groups[f"{label}: {telling}" if telling else label] = group
     return groups
+
+
+# ---- The table and the picture -------------------------------------------------------------------
+def with_spread(values: list[float]) -> str:
+    """Returns "mean", or "mean (standard deviation)" of several values."""
+    series = pandas.Series(values)
+    deviation = f" ({series.std():.3f})" if len(values) > 1 else ""
+    return f"{series.mean():.3f}{deviation}"
+
+
+def table(groups: Groups) -> str:
+    """Returns a line for each group, and a warning for each whose runs are of different code."""
+    lines = [f"{'runs':6}{'before':15}{'after':15}{'figure':18}group"]
+    warnings = []
+    for label, runs in groups.items():
+        before = with_spread([run.before for run in runs])
+        after = with_spread([run.after for run in runs])
+        lines.append(f"{len(runs):<6}{before:15}{after:15}{runs[0].metric:18}{label}")
+        commits = sorted({run.commit for run in runs})
+        if len(commits) > 1:
+            warnings.append(f"Warning: the code of group {label} differs: {', '.join(commits)}")
+    return "\n".join(lines + warnings)
+
+
+def draw(groups: Groups, output: Path) -> None:
+    """Draws both panels. Labels, which may be long, stand in full below them."""
+    height = 4.2 + 0.5 * len(groups)
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(12, height), width_ratios=(3, 2), layout="constrained"
+    )
+    for place, (label, runs) in enumerate(groups.items()):
+        color = COLORS[place % len(COLORS)]
+        dashes = DASHES[place // len(COLORS) % len(DASHES)]
+        rewards = pandas.concat([run.rewards for run in runs], axis=1)  # a column for each run
+        window = len(rewards) // 10 + 1
+        smooth = rewards.rolling(window, center=True, min_periods=1).mean()
+        lowest = smooth.min(axis=1)
+        left.fill_between(smooth.index, lowest, smooth.max(axis=1), color=color, alpha=0.12)
+        left.plot(smooth.mean(axis=1), color=color, linestyle=dashes, label=label)
+        after = pandas.Series([run.after for run in runs])
+        right.plot(after, [place + 1] * len(runs), "o", color=color, alpha=0.6)
+        right.plot(after.mean(), place + 1, "|", color=color, markersize=24, markeredgewidth=3)
+    left.set_title("Reward in training")
+    left.set_xlabel("step")
+    right.set_title("Held-out problems after the last step")
+    right.set_xlabel(", ".join(sorted({runs[0].metric for runs in groups.values()})))
+    right.set_ylabel("group")
+    right.set_yticks(range(1, len(groups) + 1))
+    right.set_ylim(len(groups) + 0.5, 0.5)
+    for text in figure.legend(loc="outside lower left", frameon=False).get_texts():
+        text.set_parse_math(False)
+        text.set_text(textwrap.fill(text.get_text(), 150))
+    figure.savefig(output, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path, help="output folders of runs")
+    parser.add_argument("--output", type=Path, default=Path("compare.png"), help="the picture")
+    options = parser.parse_args()
+    runs = []
+    for folder in options.folders:
+        if (folder / "summary.json").exists():
+            runs.append(read_run(folder))
+        else:
+            print(f"{folder} is left out: no run has ended there", file=sys.stderr)
+    if not runs:
+        parser.error("there is nothing to draw")
+    groups = groups_of(runs)
+    draw(groups, options.output)
+    print(f"{table(groups)}\n{options.output}")
+
+
+if __name__ == "__main__":
+    main()
