@@ -1,5 +1,6 @@
 """Fixtures of the tests: a policy on the tiny checkpoint, and whole runs in this process."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -10,11 +11,29 @@ from unittest import mock
 
 import pytest
 from accelerate.state import AcceleratorState
-from support import ROOT, TINY, TINY_RUN, command_line, few_chains, randomize_adapter
+from support import ROOT, SCRIPTS, TINY, TINY_RUN, command_line, few_chains, randomize_adapter
 
 import common.data
 import common.report
 import grpo_arca
+
+POLICIES: dict = {}  # what `load_policy` has loaded, by its flags
+
+
+def load_once(load):
+    """Returns a script's `load_policy` that gives copies of what it has loaded: a fifth as long."""
+
+    def load_policy(args, device):
+        if args.start_adapter or load.__module__ not in SCRIPTS:  # it sets flags, or is replaced
+            return load(args, device)
+        flags = vars(args).items()
+        prefixes = ("model", "load", "dtype", "lora", "gradient_checkpointing", "seed")
+        key = repr([(name, value) for name, value in flags if name.startswith(prefixes)])
+        if key not in POLICIES:
+            POLICIES[key] = load(args, device)
+        return copy.deepcopy(POLICIES[key])
+
+    return load_policy
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +50,10 @@ def make_run():
         for name, value in flags.items():
             argv += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
         AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
-        with mock.patch.object(common.data, "chain_problems", few_chains):
+        with (
+            mock.patch.object(common.data, "chain_problems", few_chains),
+            mock.patch.object(module, "load_policy", load_once(module.load_policy)),
+        ):
             run = module.Run(module.parse_args(argv))
         if adapter is not None:
             randomize_adapter(run.model, adapter)

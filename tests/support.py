@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 import grpo_arca
 from common.task import Problem, chain_problems
@@ -60,6 +62,27 @@ def sample(run, problems: list[Problem], uniforms: torch.Tensor, is_greedy: bool
     rows = torch.arange(len(problems))
     size = run.args.per_device_rollout_batch_size
     return grpo_arca.sample(run, rows, problems, uniforms, size, run.reward_funcs, {}, is_greedy)
+
+
+def stock(run, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns log-probs and entropies [B, T] of the completions by transformers' own model.
+
+    It reads one row at a time, without padding and cache, with its plainest attention.
+    """
+    base = run.model.get_base_model()
+    attention = base.config._attn_implementation
+    base.set_attn_implementation("eager")
+    results: list[list[torch.Tensor]] = [[], []]
+    for ids, is_real, mask in zip(batch.ids, batch.attention, batch.mask, strict=True):
+        length = int(mask.sum())
+        logits = base(ids[is_real][None], use_cache=False).logits[0, -length - 1 : -1].float()
+        every = torch.distributions.Categorical(logits=logits / run.args.temperature)
+        for result, row in zip(
+            results, (every.log_prob(ids[is_real][-length:]), every.entropy()), strict=True
+        ):
+            result.append(torch.nn.functional.pad(row, (0, len(mask) - length)))
+    base.set_attn_implementation(attention)
+    return torch.stack(results[0]), torch.stack(results[1])
 
 
 def trained(run) -> list[torch.nn.Parameter]:
@@ -185,23 +208,49 @@ def refusal(act) -> str:
 
 
 # ---- Runs in forks, and what they leave ----------------------------------------------------------
-# Two updates a rollout and two passes over it, dropout and KL: all that a checkpoint might forget.
+# Two updates a rollout and two passes over it, and everything else that a checkpoint might forget.
 LONG_RUN = {
     "max_steps": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": 2, "num_iterations": 2, "num_generations": 4, "lora_dropout": 0.1,
     "beta": 0.05, "max_eval_samples": 4, "num_generations_eval": 1, "eval_steps": 4,
-    "save_steps": 4, "warmup_steps": 1, "output_dir": "out",
+    "save_steps": 4, "warmup_steps": 1, "output_dir": "out", "max_completion_length": 48,
+    "reward_funcs": ["accuracy_reward", "variety.pay"], "shuffle_dataset": False,
+    "multi_objective_aggregation": "normalize_then_sum", "max_resample_times": 2,
+    "metric_for_best_model": "rewards/pay",
 }  # fmt: skip
+# A reward that differs within some groups, whatever the model writes.
+VARIETY = """
+def pay(completion_ids, **_):
+    return [len(set(ids)) // 8 for ids in completion_ids]
+"""
 TIMES = ("seconds", "tokens_per_second", "peak_memory")  # beginnings of names
 
 
+ADAPTER = {"r": 4, "lora_alpha": 12, "lora_dropout": 0.1, "target_modules": ["q_proj", "up_proj"]}
+
+
+def make_adapter(folder: Path, base_name: str = TINY, **changes) -> str:
+    """Writes an adapter that acts, made by PEFT alone, and returns its folder."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(base_name, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **ADAPTER | changes))
+    randomize_adapter(model, scale=0.1)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 def command_line(flags: dict) -> list[str]:
-    return [f"--{name}={value}" for name, value in flags.items()]
+    argv = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        argv += [f"--{name}", *map(str, values)]
+    return argv
 
 
 def fork_case(folder: Path, script: str = "grpo_arca", stop: dict | None = None, **flags) -> dict:
     """Returns one command for fork_server.py, in a folder of its own, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "variety.py").write_text(VARIETY)
     case = {"folder": str(folder), "script": script, "argv": command_line(LONG_RUN | flags)}
     return case | (stop or {})
 

@@ -4,16 +4,11 @@ It takes no GPU: the device is `cpu:1`, which torch takes for the CPU, and a mod
 call of torch notes what was put there. Backward runs inside torch, where the mode sees nothing.
 """
 
-import json
-
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from support import load_data_once
 from torch.overrides import TorchFunctionMode
 
-import common.report
 import grpo_arca
 import grpo_oar
 import grpo_strace
@@ -24,16 +19,18 @@ TO_HOST = {"cpu", "tolist", "item", "numpy"}
 
 
 def tensors_of(*values) -> list[torch.Tensor]:
-    """In lists, tuples and dicts too. (torch's own tree_leaves takes several times as long, and
-    this is asked of every call.)"""
+    """Returns the tensors in values, lists, tuples and dicts.
+
+    torch's own tree_leaves takes several times as long, and this is asked of every call.
+    """
     found = []
-    for x in values:
-        if isinstance(x, torch.Tensor):
-            found.append(x)
-        elif isinstance(x, list | tuple):
-            found += tensors_of(*x)
-        elif isinstance(x, dict):
-            found += tensors_of(*x.values())
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_of(*value)
+        elif isinstance(value, dict):
+            found += tensors_of(*value.values())
     return found
 
 
@@ -47,7 +44,8 @@ class TwoDevices(TorchFunctionMode):
     looks = True
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
         if not self.looks:
             return func(*args, **kwargs)
         inputs = tensors_of(args, kwargs)
@@ -79,7 +77,7 @@ class TwoDevices(TorchFunctionMode):
 
 
 def loaded_there(load):
-    """`load_policy`, with the tensors of the model marked."""
+    """Returns `load_policy`, with the tensors of the model marked."""
 
     def marked(args, _):
         TwoDevices.looks = False
@@ -96,83 +94,76 @@ def loaded_there(load):
     return marked
 
 
+@pytest.fixture
+def there(monkeypatch):
+    """there(module) makes the runs of a script have DEVICE."""
+
+    def move(module):
+        monkeypatch.setattr(Accelerator, "device", property(lambda self: DEVICE))
+        monkeypatch.setattr(Accelerator, "prepare_model", lambda self, model, **_: model)
+        monkeypatch.setattr(module, "load_policy", loaded_there(module.load_policy))
+
+    return move
+
+
 CREDITS = {  # every other one with each of FLAGS; the first is the script's own
     grpo_arca: "arca uniform surprisal probability entropy_reduction divergence random shuffled",
     grpo_oar: "oar_g oar_g oar_p oar_p uniform random shuffled",
     grpo_strace: "s_trace p_trace gspo grpo_lambda uniform",
 }
-SIZE = "--per_device_train_batch_size 8 --gradient_accumulation_steps 2 --num_generations 4 "
-SIZE += "--max_completion_length 60"
-FLAGS = (
-    "--beta 0.1 --top_k 5 --lora_dropout 0.1 --num_iterations 2",
-    "--top_p 0.9 --rollout_weights quantized --dtype bfloat16",
-)
+FLAGS: list[dict] = [
+    {"beta": 0.1, "lora_dropout": 0.1, "num_iterations": 2, "max_resample_times": 1},
+    {"top_p": 0.9, "rollout_weights": "quantized", "dtype": "bfloat16"},
+]
 
 
-def prepare(monkeypatch, module, flags: str):
-    """The flags of a run on DEVICE."""
-    AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
-    monkeypatch.setattr(Accelerator, "device", property(lambda self: DEVICE))
-    monkeypatch.setattr(Accelerator, "prepare_model", lambda self, model, **_: model)
-    monkeypatch.setattr(module, "load_policy", loaded_there(module.load_policy))
-    monkeypatch.setattr(module, "load_data", load_data_once)  # it makes no tensors
-    return module.parse_args(f"{SIZE} {flags}".split())
-
-
-@pytest.mark.parametrize("flags", [FLAGS[0], pytest.param(FLAGS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "module",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x is not grpo_arca)) for x in CREDITS],
+    [grpo_arca, *(pytest.param(x, marks=pytest.mark.slow) for x in (grpo_oar, grpo_strace))],
     ids=lambda module: module.__name__,
 )
-def test_a_step(monkeypatch, module, flags):
-    """One rollout, and on it a score and an update with each of its credits."""
-    tokenizer, train_set, _ = module.load_data(args := prepare(monkeypatch, module, flags))
+def test_a_rollout_and_an_update_with_every_credit(make_run, there, module, number):
+    there(module)
     with TwoDevices():
-        run = module.build_run(args, tokenizer)
-        batch = module.collect(run, train_set, {})
-        (micros,) = module.micro_batches(args, batch)
-        for credit in CREDITS[module].split()[FLAGS.index(flags) :: 2]:
-            metrics = {}
-            run.args = module.parse_args(f"{SIZE} --credit {credit} {flags}".split())
+        run = make_run(module, max_completion_length=60, **FLAGS[number])
+        batch = module.collect(run, {})
+        (micros,) = module.micro_batches(run, batch)
+        for run.args.credit in CREDITS[module].split()[number::2]:
+            metrics: dict[str, float] = {}
             module.score(run, batch, micros, metrics)
             module.update(run, micros)
             for micro in micros:
                 known = [x for x in vars(micro).values() if x is not module.NOT_SET]
                 assert all(map(is_there, tensors_of(known)))
-            assert metrics.get("credit_forward_tokens", 1) > 0 or credit == "uniform"
+            assert metrics.get("credit_forward_tokens", 1) > 0 or run.args.credit == "uniform"
     assert batch.rewards.std() > 0 and len(batch.advantages.unique()) > 1
 
 
 @pytest.mark.slow
-def test_a_run(monkeypatch, tmp_path):
-    """With evaluation, metrics, checkpoint, report, and a second run that resumes."""
-    flags = f"--output_dir {tmp_path} --save_steps 1 --max_eval_samples 2 --num_generations_eval 2"
-    flags += " --max_completion_length 16 --resume_from_checkpoint latest --max_steps"
+def test_a_run_that_is_resumed(run_main, rows_of, there, monkeypatch):
+    """With evaluation, metrics, checkpoint and report."""
+    there(grpo_arca)
+    flags = {"save_steps": 1, "num_generations_eval": 2, "max_completion_length": 16}
     for steps in (1, 2):
-        args = prepare(monkeypatch, grpo_arca, f"{flags} {steps}")
-        monkeypatch.setattr(grpo_arca.signal, "signal", lambda *_: None)  # pytest has its own
-        monkeypatch.setattr(common.report, "write_curves", lambda *_: None)
         with TwoDevices():
-            grpo_arca.run_to_the_end(args)
-        monkeypatch.undo()
-        rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
+            code, _, err = run_main(**flags, max_steps=steps, resume_from_checkpoint="latest")
+        assert code == 0, err
+        assert [row["step"] for row in rows_of()] == list(range(1, steps + 1))
 
 
 def test_a_mixture_is_noticed():
+    """A test of the test."""
     with TwoDevices():
-        there, here = torch.ones(2, device=DEVICE), torch.ones(2)
-        made = (there[:1], there * 2, there.new_zeros(3), here.to(DEVICE), torch.zeros_like(there))
+        device = torch.ones(2, device=DEVICE)
+        host = torch.ones(2)
+        made = (device[:1], device * 2, device.new_zeros(3), host.to(DEVICE))
         assert all(map(is_there, made)) and made[0].device == DEVICE
-        assert not any(map(is_there, (here, here + 1, there.cpu(), torch.zeros(2))))
-        here.add_(1), there.add_(torch.tensor(1.0)), there[torch.tensor([0])]
-        there[:2] = here  # copies
-        for mixed in (
-            lambda: there + here,
-            lambda: torch.cat([there, here]),
-            lambda: there.add_(here),
-            lambda: there.__setitem__(torch.tensor([True, True]), here),
-        ):
+        assert not any(map(is_there, (host, host + 1, device.cpu(), torch.zeros(2))))
+        device.add_(torch.tensor(1.0))
+        device[:2] = host  # copies
+        for mix in (torch.add, torch.maximum, torch.Tensor.add_):
             with pytest.raises(AssertionError, match="from the host"):
-                mixed()
+                mix(device, host)
+        with pytest.raises(AssertionError, match="from the host"):
+            device[torch.tensor([True, True])] = host

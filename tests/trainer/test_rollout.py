@@ -1,270 +1,224 @@
-"""The rollout: how tokens are drawn, which rows the decode loop works on, where completions end."""
+"""The rollout: how tokens are drawn, and what each completion depends on."""
 
-from dataclasses import replace
+import itertools
+import json
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from support import TINY, fixed_uniforms, prompts_of, randomize_adapter, sample, texts_of
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+from support import TINY, fixed_uniforms, problems_of, sample, stock
 
-import grpo_arca as trainer
+import grpo_arca
 
 
-def test_sample_tokens_follows_the_distribution():
-    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
-    grid = (torch.arange(20000) + 0.5) / 20000
-    token, logp, _ = trainer.sample_tokens(logits.expand(20000, 4), grid, temperature=0.7)
-    expected = (logits[0] / 0.7).softmax(0)
-    assert torch.allclose(token.bincount(minlength=4) / 20000, expected, atol=1e-3)
-    assert torch.allclose(logp, expected.log()[token], atol=1e-6)
+def completions_of(batch) -> list[list[int]]:
+    """Returns the tokens of each completion."""
+    pairs = zip(batch.ids[:, batch.prompt_width :], batch.mask, strict=True)
+    return [ids[is_token].tolist() for ids, is_token in pairs]
 
 
-def test_entropies_are_those_before_top_k_and_finite():
-    """Of the distribution that is trained; a logit of -inf is a probability of 0, not a NaN."""
-    logits = torch.tensor([[1.0, 0.0, -1.0, -torch.inf]])
-    exact = torch.distributions.Categorical(logits=logits[:, :3] / 0.7).entropy()
-    for how in ((0.7, 0, 1.0), (0.7, 1, 0.5)):
-        assert torch.allclose(trainer.sample_tokens(logits, torch.tensor([0.5]), *how)[2], exact)
+# ---- Tokens --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [5, 448, 50_000])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_a_token_is_where_its_uniform_falls_in_the_exact_distribution(size, top_p):
+    """In float64, over the tokens that top_p leaves, renormalized, in the order of their ids. What
+    has no probability is never drawn. Log-probs and entropies are those before top_p."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(16, size, generator=generator)
+    logits[:, 0] = logits[:, -1] = -torch.inf
+    uniforms = torch.rand(16, generator=generator)
+    uniforms[:2] = torch.tensor([0.0, 1 - 2**-24])  # must not become a first or last one
+    token, logp, entropy = grpo_arca.sample_tokens(logits, uniforms, 0.7, top_p)
 
-
-@pytest.mark.parametrize("size", [400, 5000, 30_000])
-def test_sample_tokens_never_picks_the_impossible(size):
-    """Rounding in the cumulative sum must not let u near 0 or 1 pick a token of probability 0."""
-    logits = torch.randn(500, size, generator=torch.Generator().manual_seed(0))
-    logits[:, 0] = logits[:, -200:] = -torch.inf
-    for u in (0.0, 1 - 2**-24):
-        token, logp, _ = trainer.sample_tokens(logits, torch.full((500,), u))
-        assert (token > 0).all() and (token < size - 200).all() and logp.isfinite().all()
-
-
-@pytest.mark.parametrize("size", [448, 151_937])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (50, 1.0), (0, 0.9)])
-def test_tokens_of_large_vocabularies_lie_where_the_exact_distribution_says(size, top_k, top_p):
-    """Against the inverse CDF in float64 over all tokens in the order of their ids."""
-    generator = torch.Generator().manual_seed(size)
-    logits, u = 3 * torch.randn(16, size, generator=generator), torch.rand(16, generator=generator)
-    token, logp, _ = trainer.sample_tokens(logits, u, 0.7, top_k, top_p)
     exact = (logits.double() / 0.7).log_softmax(-1)
     ordered, index = exact.exp().sort(-1, descending=True)
-    ordered = ordered * (torch.arange(size) < (top_k or size))
-    ordered = ordered / ordered.sum(-1, keepdim=True)
-    ordered = ordered * (ordered.cumsum(-1) - ordered < top_p)
-    mass = torch.zeros_like(exact).scatter(1, index, ordered / ordered.sum(-1, keepdim=True))
-    at = token[:, None]
-    above, own = mass.cumsum(-1).gather(1, at)[:, 0], mass.gather(1, at)[:, 0]
-    assert (above - own <= u + 2e-5).all() and (u <= above + 2e-5).all() and (own > 0).all()
-    assert torch.allclose(logp.double(), exact.gather(1, at)[:, 0], atol=1e-4)
+    is_kept = ordered.cumsum(-1) - ordered < top_p
+    mass = torch.zeros_like(exact).scatter(1, index, ordered * is_kept)
+    mass = mass / mass.sum(-1, keepdim=True)
+    own = mass.gather(1, token[:, None])[:, 0]
+    above = mass.cumsum(-1).gather(1, token[:, None])[:, 0]
+    assert (own > 0).all()
+    assert (above - own <= uniforms + 2e-5).all() and (uniforms <= above + 2e-5).all()
+    own_logp = exact.gather(1, token[:, None])[:, 0]
+    torch.testing.assert_close(logp.double(), own_logp, atol=1e-4, rtol=0)
+    expected = -(exact.exp() * exact.clamp(min=-1e9)).sum(-1)
+    torch.testing.assert_close(entropy.double(), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.8), (7, 0.6), (1, 1.0), (0, 1e-6)])
-def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p):
-    logits = 2 * torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    warped = logits / 0.9
-    warped = TopKLogitsWarper(top_k)(None, warped) if top_k else warped
-    warped = TopPLogitsWarper(top_p)(None, warped) if top_p < 1 else warped
-    grid = (torch.arange(8000) + 0.5) / 8000
-    for row in range(3):
-        rows = logits[row].expand(8000, 50)
-        token, logp, _ = trainer.sample_tokens(rows, grid, 0.9, top_k, top_p)
-        frequency = token.bincount(minlength=50) / 8000
-        assert torch.allclose(frequency, warped[row].softmax(0), atol=2e-3)
-        assert torch.allclose(logp, (logits[row] / 0.9).log_softmax(0)[token], atol=1e-5)
+def test_uniforms_depend_on_the_seed_and_the_row_alone():
+    """Not on the other rows, the samples that a prompt has, or what was drawn before."""
+    whole = grpo_arca.row_uniforms(1, "rollout", 3, torch.arange(12), 7, 4)
+    assert len(whole.unique()) == 12 * 7
+    torch.rand(1)
+    part = grpo_arca.row_uniforms(1, "rollout", 3, torch.tensor([9, 2]), 7, 4)
+    assert torch.equal(part, whole[[9, 2]])
+    wider = grpo_arca.row_uniforms(1, "rollout", 3, torch.tensor([6 * 2 + 1]), 7, 6)
+    assert torch.equal(wider[0], whole[4 * 2 + 1])  # prompt 2, sample 1
+    for seed, kind, step in ((2, "rollout", 3), (1, "eval", 3), (1, "rollout", 4)):
+        other = grpo_arca.row_uniforms(seed, kind, step, torch.arange(12), 7, 4)
+        assert not (other == whole).any()
 
 
-@pytest.mark.parametrize("rollout_weights", ["dense", "quantized"])
-def test_greedy_generation_equals_transformers(make_run, rollout_weights):
-    """The decode loop over the static cache against `generate`, prompts of different lengths."""
-    run = make_run(rollout_weights=rollout_weights)
-    prompts = prompts_of(run)
-    out = sample(run, prompts, torch.zeros(4, 24), is_greedy=True)
-    for row, prompt in enumerate(prompts):
-        expected = run.model.generate(
-            input_ids=torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=2
-        )[0, len(prompt) :]
-        ours = out.ids[row, out.prompt_width :][out.mask[row]]
-        assert torch.equal(ours, expected)
-        assert out.truncated[row] == (ours[-1] != 2)
+# ---- Completions ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("weights", ["dense", "quantized"])
+def test_greedy_decoding_equals_transformers(make_run, weights):
+    run = make_run(rollout_weights=weights)
+    problems = problems_of(run)
+    batch = sample(run, problems, torch.zeros(4, 24), is_greedy=True)
+    for row, (problem, ours) in enumerate(zip(problems, completions_of(batch), strict=True)):
+        prompt = torch.tensor([problem.prompt_ids])
+        how = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": 2}
+        expected = run.model.generate(input_ids=prompt, **how)[0, prompt.shape[1] :]
+        assert ours == expected.tolist()
+        assert batch.truncated[row] == (ours[-1] != 2)
 
 
-def test_the_head_is_asked_for_rows_of_a_matrix(make_run):
-    """Of a slice of [B, T, H], a CPU in bf16 would copy the head's weight for each row."""
-    run, shapes = make_run(), []
-    head = run.model.get_base_model().get_output_embeddings()
-    head.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
-    sample(run, prompts_of(run), torch.zeros(4, 24))
-    assert len(shapes) > 1 and all(len(shape) == 2 for shape in shapes)
-
-
-def test_finished_rows_are_dropped_and_nothing_else_changes(make_run, monkeypatch):
-    """Each completion as if it were alone, where no row can be dropped."""
-    run = make_run(max_completion_length=80, adapter=0.0)
-    prompts = prompts_of(run, 10)
-    sizes = []
-    keep_rows = trainer.Decoder.keep
-    u = trainer.row_uniforms(run.args, "rollout", 0, torch.arange(10), 80)
-
-    def keep(decoder, rows):
-        sizes.append((len(decoder.active_rows), len(rows)))
-        keep_rows(decoder, rows)
-
-    monkeypatch.setattr(trainer.Decoder, "keep", keep)
-    whole = sample(run, prompts, u)
-    assert len(sizes) >= 2 and all(0 < to <= 0.75 * n for n, to in sizes)
-    sizes.clear()
-    for i, text in enumerate(texts_of(run, whole)):
-        alone = sample(run, prompts[i : i + 1], u[i : i + 1])
-        assert texts_of(run, alone) == [text]
-        length = alone.sampled_logp.shape[1]
-        assert torch.allclose(alone.sampled_logp[0], whole.sampled_logp[i, :length], atol=1e-4)
-        assert (whole.sampled_logp[i, length:] == 0).all()
-        assert alone.truncated[0] == whole.truncated[i]
-    assert not sizes
-
-
-def test_different_prompts_are_read_once_and_then_one_token_a_step(make_run, monkeypatch):
-    """A rollout reads each distinct prompt once, for all its samples, and then one token of each
-    row a step. Gradient checkpointing must not turn the cache off."""
-    run = make_run(gradient_checkpointing=True, rollout_weights="quantized")
-    prompts, read = prompts_of(run, 24), []
-    run.model.get_base_model().model.embed_tokens.register_forward_hook(
-        lambda module, inputs, output: read.append(tuple(inputs[0].shape))
-    )
-    out = sample(run, prompts, fixed_uniforms(24, 24))
-    assert read[0] == (len({tuple(p) for p in prompts}), out.prompt_width) == (6, out.prompt_width)
-    assert len(read) > 15 and {tokens for _, tokens in read[1:]} == {1}
-
-
-@pytest.mark.parametrize("rollout_weights", ["dense", "quantized"])
-def test_samples_are_a_function_of_the_row_and_logps_are_recomputed(make_run, rollout_weights):
-    """Rows that are sampled together, alone, or in another order are the same, and the log-probs
-    that the decode loop saw are those of the training forward."""
-    run = make_run(temperature=0.8, rollout_weights=rollout_weights)
-    prompts, rows = prompts_of(run, 8), torch.arange(8)
-    u = trainer.row_uniforms(run.args, "rollout", 3, rows, 24)
-    whole = sample(run, prompts, u)
-    texts = texts_of(run, whole)
-    assert len(set(texts)) > 4
-    for i in (0, 5):
-        assert texts_of(run, sample(run, [prompts[i]], u[i : i + 1])) == [texts[i]]
-    assert texts_of(run, sample(run, prompts[::-1], u.flip(0))) == texts[::-1]
+@pytest.mark.parametrize(
+    ("weights", "targets"),
+    [("dense", "all-linear"), ("quantized", "all-linear"), ("dense", "q_proj")],
+)
+def test_sampled_log_probs_are_the_stock_models_whatever_is_sampled_together(
+    make_run, monkeypatch, weights, targets
+):
+    """In parts of every size, and the other way round. Prompts and completions have many lengths,
+    and the stock model applies the adapter beside its NF4 weights, as training does."""
+    run = make_run(temperature=0.8, top_p=0.9, rollout_weights=weights, lora_target_modules=targets)
+    problems = problems_of(run, 8)
+    uniforms = fixed_uniforms(8, 24)
+    whole = sample(run, problems, uniforms)
+    assert whole.mask.sum(1).unique().numel() > 1 and len(set(whole.texts)) > 4
     with torch.no_grad():
-        logp, _ = run.policy(whole)
-    assert (logp - whole.sampled_logp)[whole.mask].abs().max() < 1e-4
-    assert torch.equal(u[2:4], trainer.row_uniforms(run.args, "rollout", 3, rows[2:4], 24))
-    assert not torch.equal(u, trainer.row_uniforms(run.args, "rollout", 4, rows, 24))
-    assert len({tuple(row.tolist()) for row in u}) == 8  # a stream of its own for each row
+        logp, entropy = stock(run, whole)
+        trained, _ = run.policy(whole)
+    for ours, truth in ((whole.sampled_logp, logp), (trained, logp), (whole.entropy, entropy)):
+        torch.testing.assert_close(ours, truth, atol=1e-4, rtol=0)
+    sizes = []
+    inner = grpo_arca.decode
+
+    def decode(run, prompts, uniforms, is_greedy):
+        sizes.append(len(prompts))
+        return inner(run, prompts, uniforms, is_greedy)
+
+    monkeypatch.setattr(grpo_arca, "decode", decode)
+    for size, expected in ((1, [1] * 8), (3, [3, 3, 2])):
+        sizes.clear()
+        run.args.per_device_rollout_batch_size = size
+        parts = sample(run, problems, uniforms)
+        assert sizes == expected and torch.equal(parts.ids, whole.ids)
+        assert torch.equal(parts.attention, whole.attention)
+        torch.testing.assert_close(parts.sampled_logp, whole.sampled_logp, atol=1e-4, rtol=0)
+    backwards = sample(run, problems[::-1], uniforms.flip(0))
+    assert completions_of(backwards)[::-1] == completions_of(whole)
 
 
-def test_sampling_flags_come_from_the_command_line(make_run):
-    """Where one token is left, all samples of a prompt are the same."""
-    for flags, distinct in (({"top_k": 1}, 1), ({"top_p": 1e-6}, 1), ({"temperature": 1.5}, 8)):
-        run = make_run(**flags)
-        batch = sample(run, prompts_of(run)[:1] * 8, fixed_uniforms(8, 24))
-        assert len(set(texts_of(run, batch))) == distinct
+def test_completions_that_end_are_dropped_and_nothing_else_changes(make_run, monkeypatch):
+    """Each different prompt is read once, and then a token of each completion that goes on, also
+    where training checkpoints its layers. The model has several stop tokens."""
+    run = make_run(max_completion_length=80, adapter=0.0, gradient_checkpointing=True)
+    run.eos_ids = torch.tensor([2, 300])
+    shapes = []
+    run.model.get_base_model().model.embed_tokens.register_forward_hook(
+        lambda module, inputs, output: shapes.append(tuple(inputs[0].shape))
+    )
+    problems = problems_of(run, 24)
+    uniforms = fixed_uniforms(24, 80)
+    batch = sample(run, problems, uniforms)
+    widest = max(len(problem.prompt_ids) for problem in problems)
+    assert shapes[0] == (len({problem.prompt_ids for problem in problems}), widest) == (6, widest)
+    assert {width for _, width in shapes[1:]} == {1}
+    counts = sorted({count for count, _ in shapes[1:]}, reverse=True)
+    assert counts[0] == 24 and len(counts) >= 3
+    assert all(after <= 0.75 * before for before, after in itertools.pairwise(counts))
+
+    shapes.clear()
+    monkeypatch.setattr(grpo_arca, "SHRINK_AT", 0.0)
+    whole = sample(run, problems, uniforms)
+    assert {count for count, _ in shapes[1:]} == {24}
+    assert torch.equal(whole.ids, batch.ids) and torch.equal(whole.truncated, batch.truncated)
+    torch.testing.assert_close(whole.sampled_logp, batch.sampled_logp, atol=1e-4, rtol=0)
 
 
-def test_generation_config_gives_eos_ids_and_nothing_else(make_run, tmp_path):
-    """A model's own generation config, with its top_k and repetition penalty, must not shape the
-    samples: only its stop tokens are used."""
-    AutoModelForCausalLM.from_pretrained(TINY).save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / name).write_bytes((Path(TINY) / name).read_bytes())
-    poison = GenerationConfig(top_k=1, repetition_penalty=1.3, do_sample=True, eos_token_id=[2, 1])
-    poison.save_pretrained(tmp_path)
-    runs = [make_run(model=model, lora_r=8, lora_alpha=16) for model in (TINY, str(tmp_path))]
-    clean, poisoned = [sample(run, prompts_of(run)[:1] * 6, fixed_uniforms(6, 24)) for run in runs]
-    assert torch.equal(clean.ids, poisoned.ids)
-    assert len(set(texts_of(runs[1], poisoned))) == 6
-    assert runs[1].eos_ids.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("targets", ["all-linear", "q_proj", "lm_head", "embed_tokens"])
-def test_dense_weights_leave_the_adapter_beside_them(make_run, targets):
-    """Whichever layers have an adapter: a tied head, too, whose twin has one. The adapter acts."""
-    run, samples = make_run(lora_target_modules=targets), []
-    for scale in (0.05, 0.5):
-        randomize_adapter(run.model, scale)
-        for name, parameter in run.model.named_parameters():
-            if "lora_embedding_A" in name:  # of an embedding it is A that begins with zeros
-                parameter.data.fill_(scale)
-        for run.args.rollout_weights in ("dense", "quantized"):
-            samples.append(sample(run, prompts_of(run), fixed_uniforms(4, 24)))
-        dense, quantized = samples[-2:]
-        assert torch.equal(dense.ids, quantized.ids)
-        assert (dense.sampled_logp - quantized.sampled_logp).abs().max() < 1e-4
-    small, large = (x.sampled_logp[:, :4] for x in samples[::2])
-    assert not torch.allclose(small, large, atol=1e-3)
-
-
-def patched_layers(model) -> list[torch.nn.Module]:
-    """Returns the layers whose forward function is replaced."""
-    return [layer for layer in model.modules() if "forward" in vars(layer)]
-
-
-def test_every_nf4_layer_is_dense_in_a_rollout_and_none_after_it(make_run):
-    run = make_run()
-    with trainer.dense(run.model):
-        assert len(patched_layers(run.model)) == 28
-    assert not patched_layers(run.model)
-
-
-def test_an_exception_in_a_rollout_leaves_no_layer_dense(make_run):
-    run = make_run()
-    with pytest.raises(KeyboardInterrupt), trainer.dense(run.model):
-        assert len(patched_layers(run.model)) == 28
-        raise KeyboardInterrupt
-    assert not patched_layers(run.model)
-
-
-def test_too_little_memory_for_the_last_dense_weight_leaves_no_layer_dense(make_run, monkeypatch):
-    """The exception may also come while the layers are being patched."""
-    run = make_run()
-    dense_forward = trainer.dense_forward
-    patched = []
-
-    def dense_forward_until_full(layer, base_layer):
-        if len(patched) == 27:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        patched.append(layer)
-        return dense_forward(layer, base_layer)
-
-    monkeypatch.setattr(trainer, "dense_forward", dense_forward_until_full)
-    with pytest.raises(torch.OutOfMemoryError), trainer.dense(run.model):
-        raise AssertionError("not reached")
-    assert len(patched) == 27 and not patched_layers(run.model)
-
-
-class Scripted(torch.nn.Module):
-    """A model whose logits make row r say script[r], one token after the other."""
-
-    def __init__(self, script: torch.Tensor, real):
-        super().__init__()
-        self.script, self.calls, self.config, self.dtype = script, 0, real.config, torch.float32
-
-    def base_model(self, **_):
-        hidden = torch.full((len(self.script), 1, 448), -1e4)
-        hidden.scatter_(2, self.script[:, self.calls, None, None], 0.0)
-        self.calls += 1
-        return SimpleNamespace(last_hidden_state=hidden)
-
-    def get_output_embeddings(self):
-        return lambda hidden: hidden
-
-
-def test_masks_come_from_lengths_and_every_eos_ends(make_run):
-    """The pad token may be a stop token, there may be several of those, and a row may never end."""
+def test_a_completion_ends_at_its_first_stop_token_and_no_other_token_vanishes(
+    make_run, monkeypatch
+):
+    """The pad token may be a stop token, there may be several, and a row may never end. Rewards see
+    special tokens, such as those that end a thought; only those that end or pad are left out."""
     run = make_run()
     run.tokenizer.pad_token_id = 2
-    script = torch.tensor([[5, 2, 9, 9], [7, 7, 0, 9], [2, 9, 9, 9], [5, 6, 7, 8]])
-    scripted = torch.nn.Module()
-    scripted.inner = Scripted(script, run.model.get_base_model())
-    scripted.get_base_model = lambda: scripted.inner
-    run = replace(run, model=scripted, eos_ids=torch.tensor([0, 2]))
-    out = sample(run, [[4, 4], [4, 5], [4, 6], [4, 7]], fixed_uniforms(4, 4))
-    assert out.mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
-    assert out.truncated.tolist() == [False, False, False, True]
-    assert out.ids[0, 2:].tolist() == [5, 2, 2, 2]  # padding is the pad id, here an EOS id
-    assert (out.sampled_logp[~out.mask] == 0).all()
+    run.eos_ids = torch.tensor([0, 2])
+    script = torch.tensor([[301, 2, 9, 9], [302, 1, 0, 9], [2, 9, 9, 9], [301, 302, 303, 304]])
+    ones = torch.ones(4, 4)
+
+    def decode(run, prompts, *_):
+        return torch.cat([prompts, script], 1), ones, ones
+
+    monkeypatch.setattr(grpo_arca, "decode", decode)
+    batch = sample(run, problems_of(run, 1) * 4, ones)
+    assert batch.mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
+    assert batch.truncated.tolist() == [False, False, False, True]
+    assert batch.ids[0, batch.prompt_width :].tolist() == [301, 2, 2, 2]
+    assert torch.equal(batch.sampled_logp, batch.mask.float())
+    assert batch.completion_ids == completions_of(batch)
+    assert run.tokenizer.decode([302, 1], skip_special_tokens=True) == "as"
+    assert batch.texts == ["\\b", "as<|im_start|>", "", "\\basd{em"]
+
+
+def test_of_a_generation_config_only_the_stop_tokens_are_used(make_run, tmp_path):
+    """Not its top_k, nor its penalty."""
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    settings = {"top_k": 1, "repetition_penalty": 1.3, "do_sample": True, "eos_token_id": [2, 1]}
+    Path(folder, "generation_config.json").write_text(json.dumps(settings))
+    batches = []
+    for model in (TINY, str(folder)):
+        run = make_run(model=model)
+        batches.append(sample(run, problems_of(run, 1) * 6, fixed_uniforms(6, 24)))
+    assert run.eos_ids.tolist() == [1, 2]
+    assert torch.equal(batches[0].ids, batches[1].ids) and len(set(batches[0].texts)) > 3
+
+
+def test_every_sample_of_an_evaluation_has_a_stream_of_its_own(make_run, monkeypatch, tmp_path):
+    """Also where it takes more samples of a problem than a rollout; the next one has the same."""
+    run = make_run(num_generations=2, num_generations_eval=5, max_completion_length=4)
+    run.held_out = run.held_out[:3]
+    run.log = type("Log", (), {"write": print, "write_completions": print})()
+    run.bar = type("Bar", (), {"unpause": print})()
+    inner = grpo_arca.sample
+    used = []
+
+    def watched(run, rows, problems, uniforms, *more, **how):
+        used.append(uniforms)
+        return inner(run, rows, problems, uniforms, *more, **how)
+
+    monkeypatch.setattr(grpo_arca, "sample", watched)
+    grpo_arca.evaluate(run)
+    grpo_arca.evaluate(run)
+    greedy, sampled, *again = used
+    assert len(greedy) == 3 and len(sampled.unique(dim=0)) == len(sampled) == 3 * 5
+    assert torch.equal(sampled, again[1])
+
+
+# ---- Dense weights -------------------------------------------------------------------------------
+def patched_layers(model) -> int:
+    """Returns how many layers have another forward function than their class."""
+    return sum("forward" in vars(layer) for layer in model.modules())
+
+
+@pytest.mark.parametrize("weights_that_fit", [20, 28])
+def test_no_layer_stays_dense_after_a_rollout_that_fails(make_run, monkeypatch, weights_that_fit):
+    """Be it in the block, or while layers are made dense. Each NF4 layer is, with its adapter."""
+    run = make_run()
+    inner = grpo_arca.dequantize_bnb_weight
+    made = []
+
+    def dequantize(weight):
+        if len(made) == weights_that_fit:
+            raise torch.OutOfMemoryError
+        made.append(weight)
+        return inner(weight)
+
+    monkeypatch.setattr(grpo_arca, "dequantize_bnb_weight", dequantize)
+    with pytest.raises(torch.OutOfMemoryError), grpo_arca.dense(run.model):
+        assert patched_layers(run.model) == 28 + 28
+        raise torch.OutOfMemoryError
+    assert len(made) == weights_that_fit and patched_layers(run.model) == 0
