@@ -1,0 +1,77 @@
+"""GRPO with the importance ratio of the whole prefix: CTPO, cumulative token policy optimization.
+
+    log r_t = sg(sum_{k<=t} log rho_k) + log pi(y_t) - sg(log pi(y_t))     rho_k = pi / pi_old
+    the loss is PPO's, with r_t clipped to [exp(-.025 sqrt(t)), exp(.05 sqrt(t))], t = 1, 2, ...
+    where A_i < 0, no gradient above the upper bound either
+
+sg stops the gradient: the past says how likely this prefix has become, and only the token itself is
+trained. Because the log-ratio of a prefix is a random walk, the bounds grow as the root of its
+length. The source is arXiv 2605.07331. Formula and values are those of the authors' code
+(github.com/horizon-llm/CTPO, `cum-token-cumprod-la`), which also bounds each log rho_k by 20 and
+log r_t by 10. Without sg it would be the P-trace of grpo_strace.py with lambda 1. Their other
+ratio, the geometric mean, is left out.
+
+It is GRPO in the first update of a rollout, where every ratio is 1. --credit shuffled gives the
+prefix ratios of each completion to its tokens in random order, and --credit own keeps CTPO's bounds
+but gives every token the ratio that is its own: two controls, of the past and of the bounds.
+"""
+
+from typing import Literal
+
+from grpo_arca import (
+    Args,
+    Batch,
+    Run,
+    Tensor,
+    control_weights,
+    flag,
+    row_uniforms,
+    torch,
+)
+
+
+class Flags:
+    # === CREDIT ===
+    credit: Literal["ctpo", "shuffled", "own"] = flag(
+        "ctpo", "whose ratio a token has: its prefix's, another one's, or its own; 2 controls"
+    )
+    log_clip_low: float = flag(0.025, "log r is clipped below minus this times sqrt(t)")
+    log_clip_high: float = flag(0.05, "and above this times sqrt(t)")
+    # === END CREDIT ===
+
+
+# === CREDIT ===
+def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+    """Returns 1 for every token [B, T]: CTPO weighs no tokens, it changes their ratios."""
+    return micro.mask.float()
+
+
+def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
+    """Sets the clip range of each token, and draws the uniforms of the shuffled control."""
+    args = run.args
+    for micro in micros:
+        root = micro.mask.cumsum(1).sqrt()  # [B, T] of the position in the completion, from 1
+        micro.bounds = ((-args.log_clip_low * root).exp(), (args.log_clip_high * root).exp())
+        length = micro.mask.shape[1]
+        micro.credit = row_uniforms(
+            args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
+        )
+        micro.weights = micro.scores
+
+
+def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the log-ratio of each token's prefix, and the advantage, both [B, T]."""
+    own = log_ratio.detach().clamp(-20, 20)
+    prefix = own.cumsum(1)
+    if args.credit == "shuffled":
+        prefix = control_weights("shuffled", prefix, micro.mask, micro.credit)
+    if args.credit == "own":
+        prefix = own
+    log_weight = prefix + log_ratio - log_ratio.detach()
+    advantages = micro.advantages[:, None].expand_as(log_ratio)
+    # PPO bounds no ratio from above where A < 0. CTPO does: beyond `highest` is no gradient.
+    highest = torch.where(advantages < 0, micro.bounds[1].log(), 10.0)
+    return torch.minimum(log_weight, highest), advantages
+
+
+# === END CREDIT ===

@@ -1,0 +1,71 @@
+"""GRPO that lets a token gain with what follows it: FIPO, future-KL influenced policy optimization.
+
+    F_t = sum_{k>=t} g^(k-t) * (log pi(y_k) - log pi_old(y_k))       g = 2^(-1 / 32)
+    w_t = clip(exp(F_t), 1, 1.2), and at most 1 where A_i < 0 and pi(y_t) / pi_old(y_t) > 4
+    A_t = A_i * w_t, without a gradient through w_t
+
+If an update has made likelier what follows a token, the next update gives the token more of its
+advantage. The source is arXiv 2603.19835, with factors in [.8, 1.2]. These defaults are those of
+ms-swift (`--loss_type fipo`), whose code is public: factors in [1, 1.2], and a threshold of 4 above
+which wrong tokens are not amplified. Its filter of tokens by --delta, off by default, is left out.
+
+It is GRPO in the first update of a rollout, where pi is pi_old and every F_t is 0. --credit
+shuffled gives the factors of each completion to its tokens in random order.
+"""
+
+from typing import Literal
+
+from grpo_arca import (
+    Args,
+    Batch,
+    Run,
+    Tensor,
+    control_weights,
+    flag,
+    row_uniforms,
+    torch,
+)
+
+
+class Flags:
+    # === CREDIT ===
+    credit: Literal["fipo", "shuffled"] = flag("fipo", "what weighs tokens; shuffled: a control")
+    fipo_decay_rate: float = flag(32.0, "tokens after which the future counts half")
+    fipo_low: float = flag(1.0, "the smallest factor; the paper has 0.8")
+    fipo_high: float = flag(1.2, "the largest factor")
+    fipo_safety_threshold: float = flag(4.0, "a ratio above this is not amplified where A < 0")
+    # === END CREDIT ===
+
+
+# === CREDIT ===
+def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+    """Returns 1 for every token [B, T]: the factors are known only when an update begins."""
+    return micro.mask.float()
+
+
+def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
+    """Draws the uniforms of the shuffled control."""
+    args = run.args
+    for micro in micros:
+        length = micro.mask.shape[1]
+        micro.credit = row_uniforms(
+            args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
+        )
+        micro.weights = micro.scores
+
+
+def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the log-ratio of each token, and its advantage times its factor, both [B, T]."""
+    change = log_ratio.detach()
+    position = torch.arange(change.shape[1], device=change.device)
+    distance = (position[:, None] - position).clamp(min=0)  # from t, the column, to k, the row
+    decay = torch.pow(2 ** (-1 / args.fipo_decay_rate), distance).tril()  # [T, T]
+    factors = (change @ decay).exp().clamp(args.fipo_low, args.fipo_high)
+    is_unsafe = (micro.advantages[:, None] < 0) & (change.exp() > args.fipo_safety_threshold)
+    factors = torch.where(is_unsafe, factors.clamp(0.8, 1.0), factors)
+    if args.credit == "shuffled":
+        factors = control_weights("shuffled", factors, micro.mask, micro.credit)
+    return log_ratio, micro.advantages[:, None] * factors
+
+
+# === END CREDIT ===

@@ -1,0 +1,111 @@
+"""Credits each token with the change of a belief in success: OPPO, oracle-prompted optimization.
+
+    e_t = clip(log pi(y_t | x and the answer, y_<t) - log pi(y_t | x, y_<t), -1, 1)
+    V_t = sigmoid(logit(mean reward of the group) + sum_{k<=t} e_k)         V_0: without the sum
+    A_t = V_t - V_{t-1} where this has the sign of the outcome's advantage A_i, else 0
+
+A token that is likelier for who knows the answer is evidence that the completion ends well. The
+credit is signed, and takes the place of A_i. All changes together telescope to V_T - V_0, and to
+first order A_t = V (1 - V) e_t. The source is arXiv 2605.21851; no code of its authors is public.
+Formula and sign rule are public, as is that a policy may judge itself (the self-oracle). Ours are
+the bound of the evidence and how the policy is told: its prompt ends with "The answer is ...".
+Rewards must lie within [0, 1]. Only the sign of A_i is used, so --scale_rewards changes nothing,
+and --negative_weight only where it is 0.
+
+It is never GRPO: evidence alone decides how large a credit is. If the answer changes nothing, there
+is no gradient. --credit shuffled gives the credits of each completion to its tokens in random
+order. --told wrong tells the policy the answer of another problem: if the credit stays the same, it
+was never about the answer.
+"""
+
+from typing import Literal
+
+from grpo_arca import (
+    Args,
+    Batch,
+    F,
+    Run,
+    Tensor,
+    control_weights,
+    flag,
+    in_fp32,
+    json,
+    key_seed,
+    nn,
+    normalize,
+    replace,
+    row_uniforms,
+    torch,
+)
+
+
+class Flags:
+    # === CREDIT ===
+    credit: Literal["oppo", "shuffled"] = flag("oppo", "what credits tokens; shuffled: a control")
+    told: Literal["right", "wrong"] = flag("right", "answer that the policy is told; a control")
+    evidence_clip: float = flag(1.0, "the evidence of one token is within minus and plus this")
+    # === END CREDIT ===
+
+
+# === CREDIT ===
+from common.data import encode_prompt, whole_prompt
+
+
+def informed(run: Run, micro: Batch) -> Batch:
+    """Returns the completions after prompts that end with an answer, as --told says."""
+    prompts = []
+    for problem in micro.problems:
+        answer = problem.answer
+        if run.args.told == "wrong":  # that of another problem, the same one for a whole group
+            others = [other.answer for other in run.train_set if other.answer != answer]
+            answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
+        messages = whole_prompt(problem.prompt, run.args.system_prompt)
+        messages[-1] = messages[-1] | {
+            "content": messages[-1]["content"] + f" The answer is {answer}."
+        }
+        ids = encode_prompt(
+            run.tokenizer, messages, None, json.loads(run.args.chat_template_kwargs)
+        )
+        prompts.append(torch.tensor(ids, device=micro.ids.device))
+    told = nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
+    return replace(
+        micro,
+        prompt_width=told.shape[1],
+        ids=torch.cat((told.clamp(min=0), micro.ids[:, micro.prompt_width :]), 1),
+        attention=torch.cat((told >= 0, micro.mask), 1),
+    )
+
+
+def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+    """Returns the evidence of each token [B, T]."""
+    with in_fp32(run) as policy:  # errors of many tokens would add up
+        evidence = policy(informed(run, micro))[0] - policy(micro)[0]
+    return evidence.clamp(-run.args.evidence_clip, run.args.evidence_clip)
+
+
+def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
+    """Turns evidence into signed credit, the change of the belief."""
+    size = run.args.num_generations
+    priors = torch.logit(batch.rewards.view(-1, size).nanmean(1), eps=1e-3).float()  # of groups
+    for micro in micros:
+        group = torch.searchsorted(batch.rows[::size] // size, micro.rows // size)
+        # The evidence up to the tokens 0, which does not exist, 1, ..., T.
+        value = torch.sigmoid(priors[group, None] + F.pad(micro.scores.cumsum(1), (1, 0)))
+        change = value.diff(dim=1)
+        sign = micro.advantages.sign()[:, None]
+        credit = sign * (sign * change).clamp(min=0)
+        if run.args.credit == "shuffled":
+            uniforms = row_uniforms(
+                run.args.seed, "credit", run.rollout, micro.rows, micro.mask.shape[1], size
+            )
+            credit = control_weights("shuffled", credit, micro.mask, uniforms)
+        micro.credit = credit
+        micro.weights = normalize(credit.abs(), micro.mask, 1.0)
+
+
+def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the log-ratio of each token and its credit, both [B, T]."""
+    return log_ratio, micro.credit
+
+
+# === END CREDIT ===

@@ -1,0 +1,106 @@
+"""GRPO whose tokens weigh what the policy would do if it knew the answer: RLSD.
+
+    d_t = log pi(y_t | x and the answer, y_<t) - log pi(y_t | x, y_<t)
+    w_t = clip(exp(sign(A_i) * d_t), .8, 1.2)
+    A_t = A_i * (1 - l + l * w_t)                       l = .5, fading to 0
+
+A token that the answer makes likelier gets more credit in a right completion, and less blame in a
+wrong one. The source is "Self-Distilled RLVR" (arXiv 2604.03128). The formula is public, and code
+stands in ms-swift (`--advantage_reweight rlsd`); there l does not fade unless
+--rlsd_lambda_decay_steps says so, and so it is here. How the policy is told is ours: its prompt
+ends with "The answer is ...". That is the final answer, not a whole solution.
+
+It is GRPO with --rlsd_lambda 0, and where the answer changes nothing. --credit shuffled gives the
+weights of each completion to its tokens in random order. --told wrong tells the policy the answer
+of another problem: if the weights stay the same, they were never about the answer.
+"""
+
+from typing import Literal
+
+from grpo_arca import (
+    Batch,
+    Run,
+    Tensor,
+    control_weights,
+    flag,
+    in_fp32,
+    json,
+    key_seed,
+    nn,
+    normalize,
+    replace,
+    row_uniforms,
+    torch,
+)
+
+
+class Flags:
+    # === CREDIT ===
+    credit: Literal["rlsd", "shuffled"] = flag("rlsd", "what weighs tokens; shuffled: a control")
+    told: Literal["right", "wrong"] = flag("right", "answer that the policy is told; a control")
+    rlsd_lambda: float = flag(0.5, "share of the weights in the credit; 0 is GRPO")
+    rlsd_lambda_decay_steps: int = flag(0, "updates in which that share fades to 0; 0: never")
+    rlsd_reweight_clip_range: float = flag(0.2, "weights are clipped to 1 minus and plus this")
+    # === END CREDIT ===
+
+
+# === CREDIT ===
+from common.data import encode_prompt, whole_prompt
+
+
+def informed(run: Run, micro: Batch) -> Batch:
+    """Returns the completions after prompts that end with an answer, as --told says."""
+    prompts = []
+    for problem in micro.problems:
+        answer = problem.answer
+        if run.args.told == "wrong":  # that of another problem, the same one for a whole group
+            others = [other.answer for other in run.train_set if other.answer != answer]
+            answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
+        messages = whole_prompt(problem.prompt, run.args.system_prompt)
+        messages[-1] = messages[-1] | {
+            "content": messages[-1]["content"] + f" The answer is {answer}."
+        }
+        ids = encode_prompt(
+            run.tokenizer, messages, None, json.loads(run.args.chat_template_kwargs)
+        )
+        prompts.append(torch.tensor(ids, device=micro.ids.device))
+    told = nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
+    return replace(
+        micro,
+        prompt_width=told.shape[1],
+        ids=torch.cat((told.clamp(min=0), micro.ids[:, micro.prompt_width :]), 1),
+        attention=torch.cat((told >= 0, micro.mask), 1),
+    )
+
+
+def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+    """Returns d_t [B, T]: by how much the answer raises the log-prob of each token."""
+    with in_fp32(run) as policy:  # the differences are small
+        return policy(informed(run, micro))[0] - policy(micro)[0]
+
+
+def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
+    """Multiplies advantages by 1 - l + l * w_t, as it is."""
+    args = run.args
+    share = args.rlsd_lambda
+    if args.rlsd_lambda_decay_steps > 0:
+        share *= max(0.0, 1 - run.step / args.rlsd_lambda_decay_steps)
+    clip = args.rlsd_reweight_clip_range
+    for micro in micros:
+        weights = (micro.advantages.sign()[:, None] * micro.scores).exp().clamp(1 - clip, 1 + clip)
+        credit = (1 - share + share * weights) * micro.mask
+        if args.credit == "shuffled":
+            uniforms = row_uniforms(
+                args.seed,
+                "credit",
+                run.rollout,
+                micro.rows,
+                micro.mask.shape[1],
+                args.num_generations,
+            )
+            credit = control_weights("shuffled", credit, micro.mask, uniforms)
+        micro.credit = credit
+        micro.weights = normalize(credit, micro.mask, 1.0)
+
+
+# === END CREDIT ===
