@@ -1,4 +1,4 @@
-"""Runs many command lines of the grpo_*.py scripts in forks of one process that imported them once.
+"""Runs command lines of the grpo_*.py scripts in forks of one process that imported all they need.
 
     python tests/fork_server.py CASES.json JOBS
 
@@ -6,14 +6,13 @@ CASES.json is a list of {"folder", "script", "argv"}. Each case runs as the comm
 folder, where it leaves stdout.txt, stderr.txt and code.txt: the exit code, or "timeout". Cases may
 have further keys:
 
-    "signal"   the number of a signal that is sent to the case, together with
-    "when"     a path in the folder: the signal is sent once it exists ...
+    "signal"   the number of a signal that is sent to the case, once ...
+    "when"     ... this path in the folder exists ...
     "lines"    ... and has so many lines ...
     "after"    ... and so many seconds have passed since then
-    "times"    how often it is sent; default 1
     "needs"    the folder of another case, after whose end this one starts
 
-Imports take six seconds and a run of two tiny steps about three, so a process for each case would
+Imports take six seconds and a run of two tiny steps about two, so a process for each case would
 spend most of its time on imports.
 """
 
@@ -21,51 +20,54 @@ import atexit
 import gc
 import json
 import os
+import runpy
 import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers' loader has threads
 
-import datasets  # noqa: F401  (runs import these late, so they are imported before the forks)
-import matplotlib.backends.backend_agg
-import matplotlib.figure  # noqa: F401
-import peft.tuners.lora.bnb  # noqa: F401
+import matplotlib.backends.backend_agg  # noqa: F401  (a run imports it late)
 import torch
 import transformers
+from support import ROOT, few_chains
 
+import common.data
 import common.report
 import grpo_arca
-import grpo_oar
-import grpo_strace
 
-LIMIT = 120  # seconds a case; on one busy core a good one takes about ten
-MODULES = {module.__name__: module for module in (grpo_arca, grpo_oar, grpo_strace)}
+LIMIT = 240  # seconds a case; on one busy core a good one takes about thirty
 
 
 def run_here(case: dict) -> int:
-    """The command, in this fork: its exit code, as the interpreter would give it."""
+    """Runs a command in this fork, and returns its exit code, as the interpreter would give it."""
     os.setsid()  # so that its grading workers can be stopped with it
     os.chdir(case["folder"])
     for fd, name in ((0, os.devnull), (1, "stdout.txt"), (2, "stderr.txt")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), fd)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # the tests may run in the background, or by nohup
     common.report.write_curves = lambda *_: None  # a second each, and tested elsewhere
-    sys.argv = [case["script"] + ".py", *case["argv"]]
+    common.data.chain_problems = few_chains  # all 4,096 take a second to read
+    script = f"{case['script']}.py"
+    sys.argv = [script, *case["argv"]]
     code: object = 0
     try:
-        MODULES[case["script"]].main()
-    except SystemExit as stop:
-        code = stop.code or 0
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
     except BaseException:
         traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
         code = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    return code if isinstance(code, int) else 1
+    return int(code)
 
 
 def fork(case: dict) -> int:
@@ -79,19 +81,16 @@ def fork(case: dict) -> int:
     return pid
 
 
-def stop(pid: int, case: dict) -> None:
+def send_if_due(pid: int, case: dict) -> None:
     """Sends the case's signal if it is time."""
     path = Path(case["folder"]) / case["when"]
     if not path.exists():
         return
-    if path.is_file() and path.read_text().count("\n") < case.get("lines", 0):
+    if "lines" in case and path.read_text().count("\n") < case["lines"]:
         return
     due = case.setdefault("due", time.monotonic() + case.get("after", 0))
     if time.monotonic() >= due:
-        for _ in range(case.get("times", 1)):
-            os.kill(pid, case["signal"])
-            time.sleep(0.05)  # two of a kind at once would be one
-        del case["signal"]
+        os.kill(pid, case.pop("signal"))
 
 
 def settle(running: dict[int, tuple[dict, float]]) -> None:
@@ -99,7 +98,7 @@ def settle(running: dict[int, tuple[dict, float]]) -> None:
     time.sleep(0.02)
     for pid, (case, deadline) in list(running.items()):
         if "signal" in case:
-            stop(pid, case)
+            send_if_due(pid, case)
         done, status = os.waitpid(pid, os.WNOHANG)
         code = str(os.waitstatus_to_exitcode(status))
         if not done and time.monotonic() < deadline:
@@ -108,16 +107,12 @@ def settle(running: dict[int, tuple[dict, float]]) -> None:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             code = "timeout"
-        (Path(case["folder"]) / "code.txt").write_text(code)
+        Path(case["folder"], "code.txt").write_text(code)
         del running[pid]
 
 
-def ready(case: dict) -> bool:
-    return "needs" not in case or (Path(case["needs"]) / "code.txt").exists()
-
-
 def load_once() -> None:
-    """What libraries compile and look up for the first policy, done before the forks."""
+    """Does what libraries compile and look up for the first policy before the forks."""
     args = grpo_arca.parse_args([])
     transformers.logging.disable_progress_bar()  # it has a thread
     transformers.AutoTokenizer.from_pretrained(args.model_name_or_path)
@@ -138,7 +133,8 @@ def main() -> None:
     assert len(threads) == 1, f"threads before the first fork: {threads}"
     running: dict[int, tuple[dict, float]] = {}
     while cases or running:
-        for case in [case for case in cases if ready(case)][: jobs - len(running)]:
+        ready = [c for c in cases if "needs" not in c or Path(c["needs"], "code.txt").exists()]
+        for case in ready[: jobs - len(running)]:
             cases.remove(case)
             running[fork(case)] = (case, time.monotonic() + LIMIT)
         settle(running)
