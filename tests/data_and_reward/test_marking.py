@@ -1,667 +1,88 @@
-r"""Answers as a strict marker would mark them: the problem, its gold answer, and the final answer.
+"""How often does `accuracy_reward` err? Pairs that four authors wrote, and what docs/right.md says.
 
-The lists were written before the rules of common/units.py, except for their last parts. The pairs
-of held_out_pairs.jsonl are by four authors who had not seen the rules. Those of the first, 60
-right and 60 wrong ones, were tried once the rules were done: all right ones earned 1, and no wrong
-one. Of those of the second, 80 and 80, seven right ones were missed and no wrong one was paid. Of
-those of the third, 100 and 100, seventeen right ones were missed, three of them for want of a box,
-and nine wrong ones were paid, eight of them formulas that the problem itself has. One of the wrong
-ones, a power that never ends, now stands among those of test_reward.py. Of those of the fourth, 100
-and 100, eight right ones were missed and two wrong ones were paid. Most mistakes have rules since
-then; `known_error` marks the sixteen right ones that are still missed and the three wrong ones that
-are still paid.
+The authors had not seen the rules. Each wrote right and wrong completions of problems with a gold
+answer. `known_error` marks the pairs of which `accuracy_reward` misses a right one or pays a wrong
+one.
 """
 
-# ruff: noqa: RUF001  (characters that look like others are tried here)
-import csv
 import json
+import logging
+from collections import Counter
 from pathlib import Path
 
-import marking
 import pytest
+from support import ROOT
 
-from common.reward import Grader
+from common.reward import GRADER
+from common.task import Problem
 
-NO_PROBLEM = ""  # where the problem makes no difference
-
-DUCKS = (
-    "Janet's ducks lay 16 eggs per day. She sells each for $2. "
-    "How much in dollars does she make every day?"
-)
-BOLTS = (
-    "A robe takes 2 bolts of blue fiber and half that much white fiber. "
-    "How many bolts in total does it take?"
-)
-SPRINTS = (
-    "James runs 3 sprints of 60 meters 3 times a week. How many total meters does he run a week?"
-)
-BUS = (
-    "A bus travels at 60 km/h for 2 hours and then at 40 km/h for 30 minutes. "
-    "How many kilometers does it travel?"
-)
-
-RIGHT = [
-    # several solutions with names of their own
-    ("Solve $x^2+3x-10=0$.", "2,-5", r"x_1 = -5,\ x_{2} = 2"),
-    ("Solve $x^2-6x+9=0$.", "3", "x_1=x_2=3"),
-    # nouns of the problem
-    ("Ann has 5 apples and buys 7 more. How many apples has she?", "12", r"12\text{ apples}"),
-    ("Each box holds one ball. How many boxes do 12 balls need?", "12", "12 boxes"),
-    ("A class has 12 girls. How many children are girls?", "12", r"12\text{ girls}"),
-    ("How many more apples than pears are there?", "12", r"12\text{ more apples}"),
-    ("How many pairs of socks did he buy?", "12", r"12\text{ pairs}"),
-    ("How many pairs of socks did he buy?", "12", r"12 pairs of socks"),
-    ("Find the number of ordered pairs $(x, y)$ with $xy = 12$.", "6", r"6\text{ ordered pairs}"),
-    ("How many ways are there to seat them?", "24", r"24\text{ ways}"),
-    ("How many red and blue marbles are in the bag?", "9", r"9\text{ red and blue marbles}"),
-    ("The city has 3 libraries. How many libraries are there in 4 cities?", "12", "12 libraries"),
-    ("How many people came to the party?", "12", r"12\ \text{people}"),
-    ("How much does one pay per child for 3 children?", "4", r"4\text{ dollars per child}"),
-    ("How old is Tom if his sister is 10 years old?", "12", "12 years old"),
-    ("How many dozen eggs does she buy?", "3", r"3\text{ dozen}"),
-    ("How many dozen eggs does she buy?", "3", "3 dozen eggs"),
-    ("He earns 2 points per hit. How many points?", r"8\text{ points}", "8"),
-    ("He earns 2 points per hit. How many points?", r"8\text{ points}", r"8\,\text{points}"),
-    # units of measurement
-    ("Find the height in cm.", "5", "5 cm"),
-    ("Find the height.", r"5\text{ cm}", r"5\text{ centimeters}"),
-    ("Find the height.", r"5\text{ centimeters}", "5 cm"),
-    ("Find the height.", r"5\text{ centimetres}", "5cm"),
-    ("Find the area in square inches.", r"864 \mbox{ inches}^2", r"864\text{ square inches}"),
-    ("Find the area in square inches.", r"864 \mbox{ inches}^2", r"864\text{ in}^2"),
-    ("Find the area.", r"15\mbox{ cm}^2", r"15\text{ sq cm}"),
-    ("Find the area.", r"15\mbox{ cm}^2", r"15\,\mathrm{cm}^{2}"),
-    ("Find the area of the rectangle.", "15", r"15\text{ square units}"),
-    ("Find the area of the rectangle.", "15", r"15\text{ units}^2"),
-    ("Find the volume in cubic feet.", "30", r"30\text{ ft}^3"),
-    ("Find the volume.", r"30\text{ cubic feet}", "30"),
-    ("How fast does it go?", r"60\text{ miles per hour}", "60 mph"),
-    ("How fast does it go in kilometers per hour?", "60", r"60\text{ km/h}"),
-    ("How fast does it go?", r"60\text{ km/h}", r"60\ \frac{\text{km}}{\text{h}}"),
-    ("How many meters per second is that?", "9", r"9\,\mathrm{m}/\mathrm{s}"),
-    ("How many hours does it take?", "5", r"5\text{ hrs}"),
-    ("How many hours does it take?", "5", "5h"),
-    ("How long does it take?", r"5\text{ minutes}", r"5\text{ min}"),
-    ("How many pounds does it weigh?", "8", "8 lbs."),
-    ("How many liters are left?", "3.5", r"3.5\text{ L}"),
-    ("How many grams are left?", "250", "250 g"),
-    ("Find the temperature in degrees Celsius.", "20", r"20^\circ\text{C}"),
-    ("How many gallons are left?", r"\frac{1}{2}", r"\frac{1}{2}\text{ gallon}"),
-    ("Find its circumference in meters.", r"2\pi", r"2\pi\text{ m}"),
-    ("How far is it in kilometers?", "12", r"12\text{ kilometres}"),
-    ("How many seconds are there?", "3600", r"3{,}600\text{ seconds}"),
-    # degrees
-    ("Find angle $A$.", r"30^\circ", r"30\text{ degrees}"),
-    ("Find angle $A$.", r"30^\circ", r"30^{\circ}"),
-    ("Find angle $A$.", r"30^\circ", "30°"),
-    ("Find angle $A$.", r"30^\circ", r"30\degree"),
-    ("Find angle $A$ in degrees.", "30", r"30\degree"),
-    ("Find the two angles.", r"30^\circ, 150^\circ", "30, 150"),
-    ("Find angle $A$ in degrees.", r"\frac{270}7\text{ degrees}", r"\frac{270}{7}^\circ"),
-    # money
-    ("How much does it cost?", r"\$18.90", "18.90"),
-    ("How much does it cost?", r"\$18.90", r"18.90\text{ dollars}"),
-    ("How much does it cost?", r"\$18.90", "USD 18.90"),
-    ("She pays $3 a day for 6 days. How much?", "18", r"\$18"),
-    ("She pays $3 a day for 6 days. How much?", "18", r"18\$"),
-    ("She pays $3 a day for 6 days. How much?", "18", r"\$18.00"),
-    ("She pays 3 euros a day for 6 days. How much?", "18", "€18"),
-    ("She pays 3 euros a day for 6 days. How much?", "18", r"18\,€"),
-    ("How much is it?", "£18", r"18\text{ pounds}"),
-    ("How many cents is that?", r"5.4 \text{ cents}", "5.4¢"),
-    ("She owes $3 a day for 6 days. What is the change?", "-18", r"-\$18"),
-    # percent
-    ("What percent of 50 is 5?", "10", r"10\%"),
-    ("What percent of 50 is 5?", "10", "10 percent"),
-    ("By what percentage did it rise?", "10", r"10\text{ percent}"),
-    ("What is the probability?", r"10\%", "0.1"),
-    ("What is the probability?", "0.1", r"10\%"),
-    ("What is the rate?", r"10\%", "10"),
-    # number words
-    ("How many people live there?", "12000", r"12\text{ thousand}"),
-    ("How many people live there?", "1200000", "1.2 million"),
-    ("How many people live there?", "1200000", r"1.2\text{ million people}"),
-    ("How many are there?", "12", r"\text{twelve}"),
-    ("How many are there?", "21", "twenty-one"),
-    ("What part is it?", "0.3", r"3\text{ tenths}"),
-    ("How many eggs are there?", "36", r"3\text{ dozen}"),
-    ("What part is it?", r"\frac{2}{3}", "two thirds"),
-    # upright and bold letters
-    ("Find a root.", "2i", r"2\mathrm{i}"),
-    ("Find a root.", "1+2i", r"1+2\,\mathrm{i}"),
-    ("Find the limit.", "2e", r"2\mathrm{e}"),
-    ("Simplify.", "3x", r"3\mathbf{x}"),
-    ("Simplify.", "3x+1", r"3\mathit{x}+1"),
-    # unicode
-    (NO_PROBLEM, r"\frac{1}{2}", "½"),
-    (NO_PROBLEM, r"\frac{5}{2}", "2½"),
-    (NO_PROBLEM, r"\frac{3}{4}", "3⁄4"),
-    (NO_PROBLEM, r"\sqrt{2}", "√2"),
-    (NO_PROBLEM, r"3\sqrt{15}", "3√15"),
-    (NO_PROBLEM, r"\sqrt{x+1}", "√(x+1)"),
-    (NO_PROBLEM, "-3", "−3"),
-    (NO_PROBLEM, "-3", "\u20133"),
-    (NO_PROBLEM, r"2\pi", "2π"),
-    (NO_PROBLEM, r"(-\infty, 3]", "(−∞, 3]"),
-    (NO_PROBLEM, r"x \le 3", "x ≤ 3"),
-    (NO_PROBLEM, r"(1,2)\cup(3,4)", "(1,2) ∪ (3,4)"),
-    (NO_PROBLEM, "x^2+1", "x²+1"),
-    (NO_PROBLEM, "6", "2×3"),
-    # powers of ten
-    (NO_PROBLEM, "300000000", r"3\times10^8"),
-    (NO_PROBLEM, "300000000", "3e8"),
-    (NO_PROBLEM, r"3\times10^8", "3 x 10^8"),
-    (NO_PROBLEM, r"3\times10^{-4}", "0.0003"),
-    (NO_PROBLEM, r"6\times10^5", r"2\times10^2\cdot3\times10^3"),
-    (NO_PROBLEM, "100000", r"10^2\cdot10^3"),
-    # spaces, colons, ratios, times
-    (NO_PROBLEM, "10000", r"10\thinspace000"),
-    (NO_PROBLEM, "3:2", "3{:}2"),
-    (NO_PROBLEM, "3:2", "3 : 2"),
-    (NO_PROBLEM, "3:2", r"3\text{ to }2"),
-    ("What is the ratio?", "3:2", r"\frac{3}{2}"),
-    ("When does it arrive?", r"10\!:\!30", "10:30"),
-    ("When does it arrive?", r"7\text{ p.m.}", "7 PM"),
-    ("When does it arrive?", r"10{:}30\text{ a.m.}", "10:30 am"),
-    ("How long does it take?", r"2\text{ hours }30\text{ minutes}", "2 hours and 30 minutes"),
-    # words
-    ("Is it even or odd?", r"\text{even}", "Even"),
-    ("Is it even or odd?", r"\text{even}", r"\textbf{even}"),
-    ("Who is the fastest?", r"\text{Evelyn}", r"\mathrm{Evelyn}"),
-    ("What is the conic?", r"\text{ellipse}", r"\text{an ellipse}"),
-    ("Which direction?", r"\text{east}", "East."),
-    ("Which one?", r"\text{(C)}", "(C)"),
-    ("Which one?", r"\text{(C)}", r"\textbf{C}"),
-    ("How many?", r"\text{no solution}", r"\text{No solution}"),
-    # values of other kinds
-    (NO_PROBLEM, r"[0,1)", r"\left[0,1\right)"),
-    (NO_PROBLEM, r"\{1,2,3\}", r"\{3,2,1\}"),
-    (NO_PROBLEM, r"2\frac{1}{2}", "5/2"),
-    (NO_PROBLEM, "2.5", r"2\tfrac{1}{2}"),
-    ("Find the sides in cm.", "3, 4", r"3\text{ cm}, 4\text{ cm}"),
-    ("Find the length in cm.", r"\sqrt{2}", r"x = \sqrt{2}\text{ cm}"),
-    # written afterward
-    ("A rectangle is 3 inches by 4 inches. What is its area?", "12", r"12\text{ in}^2"),
-    ("A rectangle is 3 inches by 4 inches. What is its area?", "12", r"12\ \text{square inches}"),
-    ("A rectangle is 3 inches by 4 inches. What is its perimeter?", "14", r"14 \text{ inches}"),
-    ("What is the volume of the cube in cubic meters?", "8", r"8\,m^3"),
-    ("What is the volume of the cube?", "8", r"8 \text{ cubic units}"),
-    ("A bus travels 50 km per hour for 3 hours. How far does it go?", "150", r"150\text{ km}"),
-    (
-        "A bus travels 50 km per hour for 3 hours. How far does it go?",
-        "150",
-        r"150 \text{ kilometers}",
-    ),
-    (
-        DUCKS,
-        "18",
-        r"\$18 \text{ per day}",
-    ),
-    (
-        DUCKS,
-        "18",
-        r"18 \text{ dollars per day}",
-    ),
-    (
-        BOLTS,
-        "3",
-        r"3\text{ bolts}",
-    ),
-    (
-        BOLTS,
-        "3",
-        r"3 \text{ bolts of fiber}",
-    ),
-    (
-        SPRINTS,
-        "540",
-        r"540 \text{ meters}",
-    ),
-    (
-        SPRINTS,
-        "540",
-        r"540 \text{ meters per week}",
-    ),
-    (
-        "How many cups of feed does she need to give her chickens in the final meal?",
-        "20",
-        r"20\text{ cups of feed}",
-    ),
-    (
-        "Toula bought pastries: 3 dozen donuts at $68 per dozen. What was the total cost?",
-        "694",
-        r"\$694",
-    ),
-    ("How long did it take to download, in minutes?", "160", r"160 \text{ min}"),
-    ("What is the total number of meals they served?", "90", r"90\text{ meals}"),
-    ("What percentage of the students are girls?", "60", r"60\%"),
-    ("What percentage of the students are girls?", "60", r"60\text{ percent}"),
-    ("By how many percent did it grow?", "60", r"60\%"),
-    ("Evaluate $i^5+i^6$.", "i-1", r"-1+\mathrm{i}"),
-    ("What is the distance between them?", "5", r"5\text{ units}"),
-    (
-        "Find the area of the triangle.",
-        r"\frac{9\sqrt{3}}{4}",
-        r"\frac{9\sqrt{3}}{4}\text{ square units}",
-    ),
-    (
-        "Find the area of the triangle in square feet.",
-        r"\frac{9\sqrt{3}}{4}",
-        r"\frac{9\sqrt{3}}{4} \text{ ft}^2",
-    ),
-    (r"Find $\angle ABC$.", r"60^\circ", "60"),
-    (r"Find $\angle ABC$.", r"60^\circ", r"\angle ABC = 60^\circ"),
-    (r"Find $\angle ABC$.", "60", r"60 \, \text{degrees}"),
-    ("What time is it?", "3:45", r"3\text{:}45"),
-    ("What is the ratio of the areas?", "4:9", r"4 \colon 9"),
-    ("What is the ratio of the areas?", "4:9", r"\dfrac{4}{9}"),
-    ("How old is Lee now?", "7", r"7\text{ years old}"),
-    ("How old is Lee now? In 5 years he is 12.", "7", r"7 \text{ years}"),
-    ("How many toys does he have?", "5", r"5 \text{ toys}"),
-    ("The weight of a person is 70 kilograms. How heavy is she?", "70", r"70\text{ kg}"),
-    ("How much did he earn? He got 15 euros.", "45", "45 €"),
-    ("How much did he earn? He got €15.", "45", r"\text{€}45"),
-    ("Compute.", "0.000012", r"1.2\times10^{-5}"),
-    ("Compute.", r"\frac{1}{8}", "⅛"),
-    ("Compute.", "x^3", "x³"),
-    ("Compute.", "-7", "−7"),
-    ("Compute.", r"\sqrt[3]{2}", "∛2"),
-    ("Compute.", r"2\sqrt{3}", "2√3"),
-    ("Which is larger?", r"\text{Plan B}", r"\text{plan B}"),
-    ("Find the domain.", r"(-\infty,1)\cup(1,\infty)", "(−∞, 1) ∪ (1, ∞)"),
-    ("Name it.", r"\text{parabola}", "Parabola"),
-    ("Name it.", r"\text{parabola}", r"\text{a parabola}"),
-    ("What is her total?", "1500000", r"1.5\text{ million}"),
-    ("What is her total? It is measured in dollars.", "1500000", r"\$1.5\text{ million}"),
-    ("How many ways can 3 people sit?", "6", r"6 \text{ different ways}"),
-    ("How many bushels? 1 peck is given.", "6", r"6\text{ bushels}"),
-    ("How many students passed?", "12", r"\mathbf{12}"),
-    ("How many students passed?", "12", r"\text{12 students}"),
-    ("When does it arrive?", r"5\text{ p.m.}", r"5:00\text{ p.m.}"),
-    ("When does it arrive?", "10:30", r"10:30\text{ a.m.}"),
-    ("Find the vector.", r"2\mathbf{i}+3\mathbf{j}", "2i + 3j"),
-    ("How many million dollars?", "7", r"7\text{ million dollars}"),
-    ("How many pages must she read each day?", "3", r"3\text{ pages a day}"),
-    ("Find the height in m.", "5", "5 m"),
-    ("How many meters per second squared?", "12", r"12\text{ m/s}^2"),
-    (BUS, "140", r"140\text{ kilometers in total}"),
-    ("Tom buys 5 apples and 7 pears. How many fruits is that?", "12", r"12 \text{ fruits in all}"),
-    ("What is its volume in cubic meters?", "3", r"3\text{ m³}"),
-    ("What is the area of the rectangle, in square meters?", "48", r"48\ \mathrm{sq.\ m}"),
-    ("How many revolutions per minute does it make?", "45", r"45\text{ rpm}"),
-    ("How many pages does he read each week?", "84", r"84\text{ pages a week}"),
-    ("What is the cost in pounds (sterling)?", "19", r"\pounds 19"),
-    ("How many yen is that?", "1500", r"\yen 1500"),
-    ("She asks for $5 bills. How many dollars remain in the account?", "4", r"\$4"),
-    ("It costs $3 in week 3. How much is that?", "3", r"\$3"),
-    (NO_PROBLEM, "x_1", "x₁"),
-    (NO_PROBLEM, r"x \ge 3", "x ⩾ 3"),
-    (NO_PROBLEM, "12", "3·4"),
-    (NO_PROBLEM, r"\cos x", r"\mathrm{cos}\, x"),
-    (NO_PROBLEM, r"\ln 2", r"\operatorname{ln} 2"),
-    (NO_PROBLEM, "3+4i", r"3+4\,\mathrm i"),
-    # names before sets, points and lists
-    (NO_PROBLEM, "(-2,7]", r"x \in (-2,7]"),
-    (NO_PROBLEM, r"x \in [-2,7]", "[-2,7]"),
-    (NO_PROBLEM, r"x \in [-2,7]", r"-2\le x\le7"),
-    (NO_PROBLEM, "1,2", r"x \in \{1,2\}"),
-    (NO_PROBLEM, r"\{1,2\}", r"A=\{1,2\}"),
-    (NO_PROBLEM, "(2,3)", "(x,y)=(2,3)"),
-    (NO_PROBLEM, "1,2,3", "n=1,2,3"),
-    (NO_PROBLEM, r"\pm 3", "x=3,-3"),
-    (NO_PROBLEM, "(3,4]", r"3<\lambda\le4"),
-    (NO_PROBLEM, r"(-\infty,3)\cup(3,\infty)", r"x \in \mathbb{R}\setminus\{3\}"),
-    (NO_PROBLEM, r"(0,9)\cup(9,36)", r"(0,36)\backslash\{9\}"),
-    # vectors and matrices
-    (NO_PROBLEM, r"\begin{pmatrix}1\\2\end{pmatrix}", r"\langle 1,2\rangle"),
-    (NO_PROBLEM, r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\[4pt]2\end{pmatrix}"),
-    # the problem's own formulas
-    ("Find $m^2+n^2$.", "17", "m^2 + n^2 = 17"),
-    ("Which is larger, $\\frac34$ or $\\frac{2}{3}$?", r"\frac{3}{4}", r"\frac34"),
-    ("Which is larger, $\\frac34$ or $\\frac{2}{3}$?", r"\frac34", r"\dfrac{3}{4}"),
-    ("What is the sum of $-5$ and $0$?", "-5.0", "-5"),
-    ("Factor $x^2+x$.", "x(x+1)", "x(x + 1)"),
-    ("Heads has a chance of $1/2$. What is that of tails?", r"\frac{1}{2}", "1/2"),
-    ("Heads has a chance of $\\frac{1}{2}$. What is that of tails?", "1/2", r"\dfrac12"),
-    ("Write the line as $y = mx + b$, where $y$ is the height.", "y = 2x+3", "y = 2x + 3"),
-    ("Write the line as $y = mx + b$, where $y$ is the height.", "y = 2x+3", "y = 3+2x"),
-]
-
-# Inequalities, sets, ordinals, dates and names, written another way.
-RIGHT += [
-    (NO_PROBLEM, "-2<x<5", "5>x>-2"),
-    (NO_PROBLEM, "(-2,5)", r"x>-2 \text{ and } x<5"),
-    (NO_PROBLEM, r"(-\infty,-2)\cup(5,\infty)", r"x<-2 \text{ or } x>5"),
-    (NO_PROBLEM, r"x<-2 \text{ or } x>5", r"(-\infty,-2)\cup(5,\infty)"),
-    (NO_PROBLEM, r"(-\infty,3)\cup(3,\infty)", r"\{x \mid x\ne 3\}"),
-    (NO_PROBLEM, r"(-\infty,3]", r"\left\{x \in \mathbb{R} : x \le 3\right\}"),
-    (NO_PROBLEM, "a+b<3", "b+a<3"),
-    (NO_PROBLEM, r"(-\infty,\infty)", r"\mathbb{R}"),
-    (NO_PROBLEM, r"\mathbb{R}", r"x\in\mathbb R"),
-    (NO_PROBLEM, r"\mathbb{R}", r"\text{all real numbers}"),
-    (NO_PROBLEM, r"\text{no solution}", r"\emptyset"),
-    (NO_PROBLEM, r"\text{no solution}", r"\text{No real solutions}"),
-    (NO_PROBLEM, "y=2x-3", "y+3=2x"),
-    (NO_PROBLEM, "5", "5^{th}"),
-    (NO_PROBLEM, r"21\text{st}", "21"),
-    (NO_PROBLEM, "3", r"3^{\text{rd}}"),
-    (NO_PROBLEM, "(2,-1)", "P(2,-1)"),
-    (NO_PROBLEM, r"\text{March 14}", r"\text{March }14"),
-    (NO_PROBLEM, r"\text{July 4}", r"4\text{ July}"),
-    ("How many did they sell?", "72", r"72\text{ in total}"),
-    ("How many did they sell?", "72", r"72\text{ altogether}"),
-    # single letters, which are variables or choices
-    (NO_PROBLEM, "A", r"\textbf{(A)}"),
-    (NO_PROBLEM, r"\text{(C)}", r"\text{C.}"),
-    (NO_PROBLEM, "B, C, D", r"\text{B}, \text{C}, \text{D}"),
-    (NO_PROBLEM, "p - q", "-q+p"),
-    (NO_PROBLEM, r"\text{a circle}", r"\text{Circle}"),
-]
-
-WRONG = [
-    ("Solve $x_1+x_2=-2$, $x_1-x_2=8$ and give $x_1, x_2$.", "3, -5", "x_1=-5, x_2=3"),
-    # words that are no unit
-    ("How many are there?", "12", r"12\text{ thousandths}"),
-    ("How many are there?", "12", r"12\text{ gross}"),
-    ("How many are there?", "12", r"12\text{ percent}"),
-    ("How many are there?", "12", r"12\%"),
-    ("How many are there?", "12", r"12\text{ tenths}"),
-    ("How many are there?", "12", r"12\text{ lakh}"),
-    ("The number is doubled. What is it now?", "12", r"12\text{ doubled}"),
-    ("How many socks are there?", "12", r"12\text{ pairs}"),
-    ("He has 6 pairs of socks. How many socks are there?", "12", r"12\text{ pairs}"),
-    ("He has 6 pairs of socks. How many socks are there?", "12", "12 pairs of socks"),
-    ("He needs at least some. How many does he need?", "12", r"12\text{ at least}"),
-    ("How many does he need?", "12", r"\text{at least }12"),
-    ("Which answer is wrong?", "12", r"12\text{ wrong}"),
-    ("How many are there?", "12", r"12\text{ or so}"),
-    ("How many are there?", "12", r"12\text{ or 13}"),
-    ("How many are there?", "12", r"12\text{ and }13"),
-    ("How many are there?", "12", r"12\text{ and a half}"),
-    ("How many are there?", "12", r"12\text{ hundred}"),
-    ("How many are there?", "12", "12 thousand"),
-    ("How many are there?", "12", r"12\text{ million}"),
-    ("How many eggs are there?", "12", r"12\text{ dozen}"),
-    ("She buys 3 dozen eggs. How many eggs is that?", "36", r"36\text{ dozen eggs}"),
-    ("It costs 3 million dollars to build one. How much do 4 cost?", "12000000", "12 dollars"),
-    ("How many are there?", "12", r"12\text{ or more}"),
-    ("How many are there?", "12", r"12\text{ or less}"),
-    ("How many are there?", "12", r"12\text{ more than Bob}"),
-    ("How many are there?", "12", r"12\text{ not}"),
-    ("How many are there?", "12", r"\text{not }12"),
-    ("How many are there?", "12", r"12\text{ times }2"),
-    ("How many are there?", "12", r"12\text{ squared}"),
-    ("How many are there?", "12", r"12\text{ elephants}"),
-    ("How many are there?", "12", r"12\text{ (false)}"),
-    ("How many are there?", "12", r"12\text{ mod }5"),
-    ("How many are there?", "12", r"12\text{ in base 7}"),
-    ("How many are there?", "0", r"0\text{ wrong}"),
-    ("How many are there?", "12", r"12\text{ nullified}"),
-    ("How many are there?", "12", r"12k"),
-    ("How many are there?", "12", r"12\text{ twice}"),
-    ("How many are there?", "12", r"12\text{ thirds}"),
-    ("What part of the cake is left?", "12", r"12\text{ halves}"),
-    # another unit
-    ("Find angle $A$.", r"30^\circ", r"30\text{ radians}"),
-    ("Find angle $A$ in degrees.", "30", r"30\text{ radians}"),
-    ("Find angle $A$.", r"30^\circ", r"30'"),
-    ("How long does it take?", r"5\text{ hours}", r"5\text{ minutes}"),
-    ("How many hours does it take?", "5", r"5\text{ minutes}"),
-    ("How many days does it take?", "5", "5 weeks"),
-    ("Find the height.", r"5\text{ cm}", "5 m"),
-    ("Find the height in cm.", "5", "5 m"),
-    ("Find the height.", r"5\text{ centimeters}", r"5\text{ mm}"),
-    ("Find the height.", r"5\text{ feet}", r"5\text{ inches}"),
-    ("Find the area.", r"15\mbox{ cm}^2", r"15\text{ cm}"),
-    ("Find the area.", r"15\mbox{ cm}^2", r"15\text{ cm}^3"),
-    ("Find the area.", r"15\mbox{ cm}^2", r"15\text{ m}^2"),
-    ("Find the area.", r"15\mbox{ cm}^2", r"15\text{ square inches}"),
-    ("How fast does it go?", r"60\text{ miles per hour}", r"60\text{ km/h}"),
-    ("How fast does it go?", r"60\text{ miles per hour}", r"60\text{ miles}"),
-    ("How fast does it go in miles per hour?", "60", r"60\text{ km/h}"),
-    ("How much does it cost?", r"5.4\text{ cents}", r"\$5.4"),
-    ("How many cents is that?", "54", r"\$54"),
-    ("How much does it cost?", r"\$18.90", r"18.90\text{ cents}"),
-    ("How much does it cost?", r"\$18.90", "€18.90"),
-    ("She pays $3 a day for 6 days. How much in dollars?", "18", r"18\text{ euros}"),
-    ("How much does it weigh in grams?", "250", "250 kg"),
-    ("How much does it weigh?", r"8\text{ pounds}", r"8\text{ ounces}"),
-    ("Find the temperature in degrees Celsius.", r"20^\circ\text{C}", r"20^\circ\text{F}"),
-    ("How many apples are there?", r"12\text{ apples}", r"12\text{ pears}"),
-    ("How many apples are there?", "12", r"12\text{ kg}"),
-    ("How many apples are there?", "12", r"\$12"),
-    ("20 percent of the 60 apples are red. How many apples are red?", "12", r"12\%"),
-    ("What is 30 percent of 50?", "15", r"15\text{ percent}"),
-    ("What is the probability?", r"10\%", "0.01"),
-    ("What is the probability?", "0.1", r"0.1\%"),
-    # letters
-    ("Find a root.", "2", r"2\mathrm{i}"),
-    ("Find the limit.", "2", r"2\mathrm{e}"),
-    ("Simplify.", "3", r"3\mathbf{x}"),
-    ("Simplify.", "3", r"3\mathrm{x}"),
-    ("Find a root.", "2i", "2"),
-    ("Simplify $2m+3m$.", "5m", "5"),
-    ("Simplify $2m+3m$.", "5", "5m"),
-    ("Simplify $2h+3h$.", "5h", "5"),
-    ("Simplify $2x+3x$.", "5x", r"5\text{ meters}"),
-    # unicode
-    (NO_PROBLEM, r"\frac{1}{2}", "⅓"),
-    (NO_PROBLEM, "3", "−3"),
-    (NO_PROBLEM, r"\sqrt{2}", "2"),
-    (NO_PROBLEM, "2", "√2"),
-    (NO_PROBLEM, r"3\sqrt{15}", "√45"),
-    (NO_PROBLEM, "1", "2½"),
-    (NO_PROBLEM, "21", "2½"),
-    (NO_PROBLEM, "32", "3²"),
-    (NO_PROBLEM, r"x \le 3", "x ≥ 3"),
-    (NO_PROBLEM, r"x \le 3", "x < 3"),
-    (NO_PROBLEM, r"2\pi", "π"),
-    # powers of ten
-    (NO_PROBLEM, "300000000", r"3\times10^7"),
-    (NO_PROBLEM, "3", r"3\times10^8"),
-    (NO_PROBLEM, "3", "3e8"),
-    (NO_PROBLEM, r"6\times10^5", r"2\times10^2\cdot3\times10^2"),
-    (NO_PROBLEM, r"3\times10^8", "3"),
-    # spaces, colons, ratios, times
-    (NO_PROBLEM, "12", r"10\thinspace2"),
-    (NO_PROBLEM, "3:2", "2:3"),
-    (NO_PROBLEM, "3:2", r"\frac{2}{3}"),
-    ("When does it arrive?", "10:30", "10:03"),
-    ("When does it arrive?", "10:30", "5:15"),
-    ("When does it arrive?", "10:30", "10"),
-    ("When does it arrive?", r"7\text{ p.m.}", r"7\text{ a.m.}"),
-    ("How many are there?", "12", r"12\text{ p.m.}"),
-    ("How long does it take?", r"2\text{ hours }30\text{ minutes}", "2 hours"),
-    ("How long does it take?", r"2\text{ hours}", r"2\text{ hours }30\text{ minutes}"),
-    # words
-    ("Is it even or odd?", r"\text{even}", r"\text{odd}"),
-    ("Is it even or odd?", r"\text{even}", r"\text{not even}"),
-    ("Is it even or odd?", r"\text{even}", r"\text{even or odd}"),
-    ("Who is the fastest?", r"\text{Evelyn}", r"\text{Evelyn or Carla}"),
-    ("Which one?", r"\text{(C)}", r"\text{(B)}"),
-    ("Which one?", r"\text{(C)}", r"\text{(C) or (B)}"),
-    ("What is the conic?", r"\text{ellipse}", r"\text{circle}"),
-    ("How many?", r"\text{no solution}", r"\text{one solution}"),
-    ("How many are there?", "12", r"\text{eleven}"),
-    ("How many are there?", "21", "twenty"),
-    ("What part is it?", r"\frac{2}{3}", "two fifths"),
-    # values of other kinds
-    (NO_PROBLEM, r"[0,1)", "(0,1)"),
-    (NO_PROBLEM, r"2\frac{1}{2}", r"\frac{2}{2}"),
-    (NO_PROBLEM, "2.5", "2,5"),
-    ("Find the sides in cm.", "3, 4", r"3\text{ cm}"),
-    ("Find the sides in cm.", "3, 4", r"3\text{ cm}, 4\text{ m}"),
-    ("Find the length in cm.", "3", r"3\text{ cm or }4\text{ cm}"),
-    # written afterward
-    ("A rectangle is 3 inches by 4 inches. What is its area?", "12", r"12\text{ feet}^2"),
-    ("A rectangle is 3 inches by 4 inches. What is its area?", "12", r"12\text{ cm}^2"),
-    ("A bus travels 50 km per hour for 3 hours. How far does it go?", "150", r"150\text{ miles}"),
-    ("A bus travels 50 km per hour for 3 hours. How far does it go?", "150", r"150\text{ meters}"),
-    ("Janet sells each egg for $2. How much in dollars does she make?", "18", r"18\text{ cents}"),
-    ("Janet sells each egg for $2. How much in dollars does she make?", "18", r"18\%"),
-    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ dozen bolts}"),
-    (
-        "A robe takes 2 bolts and half that much. How many bolts does it take?",
-        "3",
-        r"3\text{ half bolts}",
-    ),
-    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ thirds}"),
-    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ no}"),
-    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ at most}"),
-    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ cubed}"),
-    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ yards}"),
-    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ tripled}"),
-    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ if not 4}"),
-    (
-        "A robe takes 2 bolts. How many bolts in total does it take?",
-        "3",
-        r"3\text{-}4\text{ bolts}",
-    ),
-    ("A robe takes 2 bolts. How many bolts in total does it take?", "3", r"3\text{ to }4"),
-    ("How long, in minutes?", "160", r"160\text{ seconds}"),
-    ("How long, in minutes?", "160", r"160\text{ hours}"),
-    ("How many girls are there if 40 percent of 150 students are girls?", "60", r"60\%"),
-    (
-        "How many girls are there if 40 percent of 150 students are girls?",
-        "60",
-        r"60\text{ percent}",
-    ),
-    (r"Find $\angle ABC$.", r"60^\circ", r"60\text{ rad}"),
-    (r"Find $\angle ABC$.", r"60^\circ", "60^2"),
-    (r"Find $\angle ABC$.", r"60^\circ", r"60\%"),
-    ("Find the volume.", r"8\text{ m}^3", r"8\text{ m}^2"),
-    ("Find the volume.", r"8\text{ m}^3", r"8\text{ liters}"),
-    ("Find the volume.", r"8\text{ liters}", r"8\text{ gallons}"),
-    ("Find the volume.", r"8\text{ liters}", r"8\text{ ml}"),
-    ("Find the speed.", r"8\text{ m/s}", r"8\text{ m}"),
-    ("Find the speed.", r"8\text{ m/s}", r"8\text{ s/m}"),
-    ("Find the speed.", r"8\text{ m/s}", r"8\text{ m s}"),
-    ("Find the cost.", r"\$8", "£8"),
-    ("Find the cost.", r"\$8", r"8\text{ cents}"),
-    ("Find the cost.", r"\$8", r"\$8\text{ thousand}"),
-    ("Find the cost.", r"\$8", r"\$0.08"),
-    ("Find the time.", "3:45", "3:45:10"),
-    ("Find the time.", "3:45", "345"),
-    ("Find the time.", r"3:45\text{ a.m.}", r"3:45\text{ p.m.}"),
-    ("What is the ratio?", "4:9", "9:4"),
-    ("Compute.", r"\frac{1}{8}", "⅞"),
-    ("Compute.", "x^3", "x²"),
-    ("Compute.", "7", "−7"),
-    ("Compute.", "1.2", "1.2e1"),
-    ("Compute.", "1.2", r"1.2\times 10"),
-    ("Compute.", "5", r"5\mathrm{e}"),
-    ("Compute.", "5", r"5\mathbf{y}"),
-    ("Compute.", "5i", r"5\mathrm{j}"),
-    ("Name it.", r"\text{parabola}", r"\text{hyperbola}"),
-    ("Name it.", r"\text{parabola}", r"\text{parabola or line}"),
-    ("Compute.", "20", r"\text{twelve}"),
-    ("Compute.", "20", r"20\text{ twenty}"),
-    ("Compute.", "20", r"20\text{ twice}"),
-    ("How many thousand people?", "20", r"20\text{ million}"),
-    ("How many more apples?", "20", r"20\text{ fewer apples or pears}"),
-    ("How many students are there?", "12", r"12\text{ students}^2"),
-    ("How many students are there?", "12", r"12^2\text{ students}"),
-    ("How many students are there?", "12", r"12\text{ students squared}"),
-    ("How many students are there?", "12", "12e1"),
-    ("How many students are there?", "12", "12‰"),
-    ("How many students are there?", "12", "12 x"),
-    ("How much does he pay? It costs $3.", "12", r"\$12k"),
-    ("How much does he pay? It costs $3.", "12", r"\$12\text{ million}"),
-    ("When does it arrive?", r"5\text{ p.m.}", "5:30 pm"),
-    ("When does it arrive?", r"5\text{ p.m.}", "5"),
-    ("Solve.", "5x - 7y = 0", r"5x - 7y = 0\text{ wrong}"),
-    ("How many are there?", "3", r"\text{one two}"),
-    (BUS, "140", r"140\text{ hours}"),
-    ("Find the temperature in degrees Celsius.", "20", r"20^\circ\text{F}"),
-    ("Tom buys 5 apples at $2 each. How many apples does he buy?", "5", r"\$5"),
-    ("Jill runs 3 miles in 24 minutes. How many minutes is that a mile?", "8", r"8\text{ miles}"),
-    ("A tank is 2 m long. What is its volume in liters?", "3000", r"3000\text{ m}^3"),
-    ("A side is 5 cm and an angle 30 degrees. How long is the other in cm?", "4", r"4^\circ"),
-    ("How many more pears are there?", "2", r"2\text{ fewer pears}"),
-    ("How many times as much?", "3", r"3\text{ times less}"),
-    # names before sets, points and lists
-    (NO_PROBLEM, "(2,3)", "(y,x)=(2,3)"),
-    (NO_PROBLEM, "1,2", "1<x<2"),
-    (NO_PROBLEM, "(1,2)", r"\{1,2\}\setminus\{\}"),
-    (NO_PROBLEM, r"(0,9)\cup(9,36)", r"(0,36)\setminus\{8\}"),
-    (NO_PROBLEM, r"x \in [-2,7]", r"x^2-5x-4\le10"),
-    (NO_PROBLEM, r"(-\infty,\infty)", r"\mathbb{R}^2"),
-    (NO_PROBLEM, "5", r"\theta=5\lambda"),
-    # vectors
-    (NO_PROBLEM, r"\begin{pmatrix}1\\2\end{pmatrix}", r"\langle 2,1\rangle"),
-    (NO_PROBLEM, r"\begin{pmatrix}1\\2\end{pmatrix}", "[1,2]"),
-    # the problem's own formulas
-    ("Find $m^2+n^2$, if $m+n = 17$.", "17", "m+n=17"),
-    ("Compute $99^2 + 99 + 1$.", "9901", "99^2+99+1"),
-    ("Write \\[\\frac{3}{20}\\] as a decimal.", "0.15", r"\dfrac{3}{20}"),
-    ("Factor \\(x^2 + x\\).", "x(x+1)", "x^2+x"),
-    ("Expand \\begin{align*}x(x+1).\\end{align*}", "x^2+x", "x(x+1)"),
-]
-
-WRONG += [
-    # The problem's own inequality or equation is no solution of it.
-    ("Find all x with $x^2<4$.", "(-2,2)", "x^2<4"),
-    ("Find all x with $x^2<4$.", "-2<x<2", "x^2<4"),
-    ("Solve $|2x-3|<7$.", "(-2,5)", "|2x-3|<7"),
-    ("Solve $2x<6$.", r"(-\infty,3)", "2x<6"),
-    ("Solve $2x<6$.", r"(-\infty,3)", r"\{x : 2x<6\}"),
-    ("Solve $x+1=4$.", "x=3", "x+1=4"),
-    (NO_PROBLEM, "x<3", "y<3"),
-    (NO_PROBLEM, "x<3", r"x\le 3"),
-    (NO_PROBLEM, "x<3", "x<3, x>5"),
-    (NO_PROBLEM, r"(-2,\infty)", r"x>-2 \text{ and } x>5"),
-    (NO_PROBLEM, r"(-\infty,-2)\cup(5,\infty)", r"x \le -2 \text{ or } x>5"),
-    (NO_PROBLEM, r"(-\infty,-2)\cup(5,\infty)", "x>5"),
-    (NO_PROBLEM, r"\mathbb{R}", r"\mathbb{Z}"),
-    (NO_PROBLEM, r"\mathbb{R}", r"\mathbb{R}^2"),
-    (NO_PROBLEM, r"\mathbb{R}", r"\text{all real numbers except }3"),
-    (NO_PROBLEM, "0", r"\text{no solution}"),
-    (NO_PROBLEM, r"\text{no solution}", "0"),
-    (NO_PROBLEM, "12", r"12\text{ths}"),
-    (NO_PROBLEM, "(3,4)", "Q(4,3)"),
-    (NO_PROBLEM, "(3,4)", "f(3,4)"),
-    (NO_PROBLEM, r"\text{July 4}", r"\text{July 5}"),
-    (NO_PROBLEM, r"\text{July 4}", r"\text{June 4}"),
-    (NO_PROBLEM, r"\text{July 4}", "4"),
-    # A sign, another letter or another choice is not nothing.
-    (NO_PROBLEM, "p - q", "-p - q"),
-    (NO_PROBLEM, "p - q", "p, q"),
-    (NO_PROBLEM, "x", "-x"),
-    (NO_PROBLEM, "n", "a-n"),
-    (NO_PROBLEM, "i", "-i"),
-    (NO_PROBLEM, "-i", "i"),
-    (NO_PROBLEM, "b", "a b"),
-    (NO_PROBLEM, "c-a", "a-c"),
-    (NO_PROBLEM, "A", "-"),
-    (NO_PROBLEM, "A", "()"),
-    (NO_PROBLEM, "A", "the"),
-    (NO_PROBLEM, "B", "A, B"),
-    (NO_PROBLEM, r"\text{(C)}", r"\text{(A), (C)}"),
-    (NO_PROBLEM, "B, C, D", "A, B, C, D"),
-    (NO_PROBLEM, r"\text{even}", r"-\text{even}"),
-    ("How many did they sell?", "72", r"72\text{ in}"),
-]
+PAIRS = Path(__file__).with_name("held_out_pairs.jsonl")
 
 
-def test_pairs():
-    rows = [(*row, 1.0) for row in RIGHT] + [(*row, 0.0) for row in WRONG]
-    rows = [(problem, gold, f"\\boxed{{{answer}}}", v) for problem, gold, answer, v in rows]
-    lines = Path(__file__).with_name("held_out_pairs.jsonl").read_text(encoding="utf-8")
-    for pair in map(json.loads, lines.splitlines()):
-        text = pair.get("completion") or f"\\boxed{{{pair['answer']}}}"
-        verdict = pair["right"] != pair.get("known_error", False)
-        rows.append((pair["problem"], pair["gold"], text, float(verdict)))
-    problems, golds, texts, verdicts = (list(column) for column in zip(*rows, strict=True))
-    with Grader(timeout=10.0) as grader:
-        got = grader.grade(texts, golds, problems)
-    differ = [v != verdict for v, verdict in zip(got, verdicts, strict=True)]
-    assert [row for row, is_wrong in zip(rows, differ, strict=True) if is_wrong] == []
+@pytest.fixture(scope="module")
+def pairs() -> list[dict]:
+    return [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+
+
+def by_this_repository(pairs: list[dict]) -> list[bool]:
+    problems = [Problem(pair["problem"], pair["gold"]) for pair in pairs]
+    return [grade == 1 for grade in GRADER.grade([pair["completion"] for pair in pairs], problems)]
+
+
+def by_math_verify(pairs: list[dict]) -> list[bool]:
+    """Returns the verdicts of its defaults. It looks for formulas, so the gold answers get $."""
+    math_verify = pytest.importorskip("math_verify")
+    verdicts = []
+    for pair in pairs:
+        gold = math_verify.parse(f"${pair['gold']}$")
+        verdicts.append(math_verify.verify(gold, math_verify.parse(pair["completion"])))
+    return verdicts
+
+
+def by_trl(pairs: list[dict]) -> list[bool]:
+    """Returns the verdicts of TRL's `accuracy_reward`, which reads golds as math-verify does."""
+    rewards = pytest.importorskip("trl.rewards", reason="pip install trl")
+    completions = [[{"role": "assistant", "content": pair["completion"]}] for pair in pairs]
+    golds = [f"${pair['gold']}$" for pair in pairs]
+    return [verdict == 1 for verdict in rewards.accuracy_reward(completions, golds)]
+
+
+def errors(pairs: list[dict], verdicts: list[bool]) -> Counter:
+    """Returns how many right pairs (True) are missed and wrong ones (False) are paid, by author."""
+    counts: Counter = Counter()
+    for pair, is_paid in zip(pairs, verdicts, strict=True):
+        counts[pair["author"], pair["right"]] += is_paid != pair["right"]
+    return counts
+
+
+def published(column: int) -> list[str]:
+    """Returns a column of the table in docs/right.md, from author 1 to 4."""
+    lines = (ROOT / "docs/right.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|") for line in lines if line.startswith("| ") and line[2].isdigit()]
+    return [row[column].strip() for row in rows]
+
+
+def figures(counts: Counter) -> list[str]:
+    return [f"{counts[author, True]}, {counts[author, False]}" for author in (1, 2, 3, 4)]
+
+
+def test_the_page_has_the_known_errors_and_the_number_of_pairs(pairs):
+    known = [pair["right"] != pair.get("known_error", False) for pair in pairs]
+    assert published(2) == figures(errors(pairs, known)) == ["3, 0", "2, 1", "15, 0", "7, 1"]
+    sizes = Counter((pair["author"], pair["right"]) for pair in pairs)
+    expected = [f"{a} ({sizes[a, True]}, {sizes[a, False]})" for a in (1, 2, 3, 4)]
+    assert published(1) == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("marker", marking.MARKERS)
-def test_the_published_table_of_markers(marker):
-    path = marking.ROOT / "results/data/marking/table.csv"
-    with path.open(encoding="utf-8", newline="") as file:
-        published = {row["marker"]: row for row in csv.DictReader(file)}
-    assert marking.count(marker) == published[marker]
+def test_no_verdict_differs_from_the_authors_but_the_known_ones(pairs):
+    verdicts = by_this_repository(pairs)
+    wrong = [pair for pair, paid in zip(pairs, verdicts, strict=True) if paid != pair["right"]]
+    assert wrong == [pair for pair in pairs if pair.get("known_error")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("column", "marker"), [(3, by_math_verify), (4, by_trl)])
+def test_the_page_has_the_errors_of_other_markers(pairs, column, marker, monkeypatch):
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # they warn of formulas
+    assert published(column) == figures(errors(pairs, marker(pairs)))

@@ -1,0 +1,254 @@
+r"""Answers that would hang, crash, take over or deceive the grader: 0 for each, in bounded time.
+
+What math-verify must read goes to a worker process. These tests also end workers, and starve them.
+"""
+
+import ast
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+from common import answers, reward
+from common.answers import last_boxed
+from common.reward import Grader
+from common.task import Problem
+
+ROOT_OF_7 = r"\sqrt{7}"  # no number, so that the worker has to read it
+
+
+def box(text: str) -> str:
+    return f"\\boxed{{{text}}}"
+
+
+def grade(grader: Grader, texts: list[str], gold: str) -> list[float]:
+    """Returns the grades of boxes with these texts."""
+    return grader.grade([box(text) for text in texts], [Problem("", gold)] * len(texts))
+
+
+def spell(text: str) -> str:
+    return "+".join(f"chr({ord(char)})" for char in text)
+
+
+# sympy's evalf writes this name into Python source and runs it, unless lambdify is refused.
+OPEN = f"open({spell('pwned')},chr(119))"
+LAMBDIFY = rf"\sum_{{n=0}}^{{\infty}} \frac{{\vec{{dot([1],[{OPEN}])}}^n}}{{n!}}"
+HOSTILE = [
+    r"\int e^{e^{x}} dx", r"\int_0^1 e^{e^{x}} dx", "1e1000000000", "0.0000001^{99999999}",
+    r"\operatorname{zeros}(30000,30000)", r"\begin{matrix}1&2\\3&4\end{matrix}^{10^9}",
+    "{" * 10_000 + "7" + "}" * 10_000, "(" * 10_000 + "7" + ")" * 10_000, "8" * 400, "((((((7",
+    r"\frac{" * 10_000 + "7" + "}{1}" * 10_000, r"\sqrt{" * 10_000 + "7" + "}" * 10_000,
+    r"\sqrt{" * 40 + "7" + "}" * 40, "2(" * 40 + "x" + ")" * 40, "7\0", "\0", "a\0b", "⁷",
+    "\ud800", "7\ud800", "\U0001f600" * 400, '7"]\n["7", "7"]', "1\n", "7\n7", "\x1b[31m7\x1b[0m",
+    "ready\n", "1\n1\n1\n", '["8", "7"]', "\r8", "7 or 1", "nan", "zoo", "-7", r"\infty", "0/0",
+    "__import__('os').system('touch pwned')", "__import__(\"os\").system(\"touch pwned\")",
+    "().__class__.__base__.__subclasses__()", "(lambda: open('pwned', 'w'))()", LAMBDIFY, OPEN,
+    "exec('open(\"pwned\",\"w\")')", rf"\text{{{OPEN}}}", r"\pm 7", r"7 \neq 7", "7, 7, 8", "%",
+    r"\emptyset", r"\boxed", r"\frac", "^", "_", "\\", r"\text{", "&", "#", r"\begin{matrix}",
+    "7=8", "x<7", r"\frac{7}{0}", "=", "7=", r"\sqrt{7}\sqrt{7}", r"\sqrt{7} \sqrt{7}", r"7\sqrt7",
+]  # fmt: skip
+ENDLESS = [
+    "5^{5^{5^{5}}}", "(10^8)!", "9!!!!", r"\prod_{n=1}^{10^9} n",
+    r"\sum_{n=1}^{10^{10}} \frac{1}{n}", r"\binom{1000000000}{500000000}", "(x+1)^{100000}",
+    r"\sin(10^{10^{8}})", "{" * 200 + "}" * 200,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grader():
+    """A grader whose worker has begun."""
+    ready = Grader()
+    assert grade(ready, [r"\frac{14}{\sqrt{28}}"], ROOT_OF_7) == [1.0]
+    return ready
+
+
+@pytest.fixture
+def fresh(grader):
+    """The grader, without a worker and without remembered verdicts."""
+    grader._is_equal.cache_clear()
+    yield grader
+    assert grade(grader, [r"\frac{21}{\sqrt{63}}", r"\frac{22}{\sqrt{63}}"], ROOT_OF_7) == [1, 0]
+
+
+# ---- No answer is paid, run, or endless ----------------------------------------------------------
+def test_hostile_answers_earn_nothing_and_run_nothing(tmp_path, monkeypatch):
+    """By both ways: a number is compared here, and anything else by the worker."""
+    monkeypatch.chdir(tmp_path)  # the worker starts here, so `pwned` would be made here
+    own = Grader()
+    for gold in ("7", ROOT_OF_7):
+        grades = grade(own, HOSTILE, gold)
+        paid = [text for text, got in zip(HOSTILE, grades, strict=True) if got]
+        assert paid == []
+    assert list(tmp_path.iterdir()) == []
+    # To refuse lambdify costs no right answer.
+    assert grade(own, [r"\sum_{n=0}^{\infty} \frac{1}{n!}"], "e") == [1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ENDLESS)
+def test_an_endless_answer_ends_its_worker(fresh, text):
+    timeouts = fresh.timeouts
+    assert grade(fresh, [text], ROOT_OF_7) == [0.0]
+    assert fresh.timeouts == timeouts + 1 and fresh._worker is None
+
+
+def test_a_stopped_worker_has_no_less_time_for_a_verdict(fresh):
+    """Processor time counts, so that a busy machine changes no verdict."""
+    worker = fresh._worker
+    os.kill(worker.pid, signal.SIGSTOP)
+    threading.Timer(answers.CPU_SECONDS + 0.5, os.kill, (worker.pid, signal.SIGCONT)).start()
+    assert grade(fresh, [r"\frac{28}{\sqrt{112}}"], ROOT_OF_7) == [1.0]
+    assert fresh._worker is worker
+
+
+def test_a_batch_of_endless_answers_has_a_limit(fresh, monkeypatch):
+    monkeypatch.setattr(reward, "MAX_TIMEOUTS", 1)
+    timeouts = fresh.timeouts
+    texts = ["5^{5^{5^{5}}}", "5^{5^{5^{6}}}", "5^{5^{5^{7}}}", r"\frac{35}{\sqrt{175}}", "7"]
+    problems = [Problem("", ROOT_OF_7)] * 4 + [Problem("", "7")]
+    assert fresh.grade([box(text) for text in texts], problems) == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert fresh.timeouts == timeouts + 1
+    # The next batch has a limit of its own, and only a verdict is remembered as one.
+    assert grade(fresh, texts[3:4], ROOT_OF_7) == [1.0]
+
+
+LONG = [".", ",", " ", "1", "1 ", "1,000", "°", "and ", "**", "$", "a", "x=", "\\{", "\\text{a}"]
+LONG += ["\\boxed{", "\\boxed{1},", "{", "}", "\\", "1^", "1.\\overline{3}", "\\frac{\\text{", "("]
+LONG += ["how many ", "in ", "_{1}", "twenty ", "√(", "~$", "\\circ ", "cm 1 and "]
+
+
+@pytest.fixture
+def at_most_20_seconds():
+    """TimeoutError in the middle of what hangs, by this process's own processor time."""
+
+    def stop(*_):
+        raise TimeoutError("20 s of processor time: what should take a tenth of a second hangs")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 20)
+    yield
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
+
+
+@pytest.mark.parametrize("unit", LONG)
+def test_a_long_answer_takes_no_quadratic_time(unit, at_most_20_seconds):
+    """A policy that repeats itself in a box must not hold the trainer, which no limit ends."""
+    box_spans = last_boxed(box(unit * (100_000 // len(unit)) + "!"))
+    assert box_spans is None or len(box_spans) > 100
+    for longest in ("12 " + unit * (480 // len(unit)) + "!", unit * (480 // len(unit))):
+        for problem in ("How many apples and cm?", unit * 200):
+            answers.settle(longest, "7", problem)
+            answers.settle("7", longest, problem)
+
+
+# ---- Workers that go away ------------------------------------------------------------------------
+def test_a_worker_that_died_while_idle_costs_nothing(fresh):
+    fresh._worker.kill()
+    fresh._worker.wait()
+    timeouts = fresh.timeouts
+    assert grade(fresh, [r"\frac{42}{\sqrt{252}}"], ROOT_OF_7) == [1.0]
+    assert fresh.timeouts == timeouts
+
+
+def test_an_answer_whose_worker_dies_twice_earns_0(fresh, monkeypatch):
+    """As when the machine's memory is full."""
+    started = []
+
+    def start_stopped():
+        started.append(start())
+        os.kill(started[-1].pid, signal.SIGSTOP)  # it takes the pair and never answers
+        threading.Timer(0.2, started[-1].kill).start()
+        return started[-1]
+
+    start = reward.start_worker
+    monkeypatch.setattr(reward, "start_worker", start_stopped)
+    fresh._worker.kill()
+    fresh._worker = None
+    timeouts = fresh.timeouts
+    assert grade(fresh, [r"\frac{49}{\sqrt{343}}"], ROOT_OF_7) == [0.0]
+    assert len(started) == 2 and fresh.timeouts == timeouts + 1
+    monkeypatch.undo()
+
+
+def test_memory_of_a_worker_is_limited(fresh):
+    limits = resource.prlimit(fresh._worker.pid, resource.RLIMIT_AS)
+    assert limits[0] == answers.MEMORY_BYTES
+    worker = fresh._worker
+    texts = [r"\operatorname{zeros}(30000,30000)", r"\frac{56}{\sqrt{448}}"]
+    assert grade(fresh, texts, ROOT_OF_7) == [0.0, 1.0]
+    assert fresh._worker is worker
+
+
+def test_an_interrupted_grade_leaves_no_reply_behind(fresh):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.kill(fresh._worker.pid, signal.SIGSTOP)  # it takes the pair and never answers
+    stopped = fresh._worker
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        grade(fresh, [r"\frac{63}{\sqrt{567}}"], ROOT_OF_7)
+    signal.signal(signal.SIGINT, before)
+    stopped.kill()
+    # Not the 1 of the pair before.
+    assert grade(fresh, [r"\frac{64}{\sqrt{567}}"], ROOT_OF_7) == [0.0]
+
+
+def test_ctrl_c_is_left_to_the_trainer(fresh):
+    worker = fresh._worker
+    assert os.getsid(worker.pid) != os.getsid(0)  # a terminal sends it to its own session
+
+
+PARENT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from common.reward import Grader
+from common.task import Problem
+grader = Grader()
+grader.grade([r"\\boxed{\\sqrt{28}}"], [Problem("", r"2\\sqrt{7}")])
+print(grader._worker.pid, flush=True)
+grader.grade([r"\\boxed{5^{5^{5^{5}}}}"], [Problem("", r"\\sqrt{7}")])
+"""
+
+
+@pytest.mark.slow
+def test_no_worker_outlives_its_parent(tmp_path):
+    command = [sys.executable, "-c", PARENT, str(ROOT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as parent:
+        worker = int(parent.stdout.readline())
+        parent.kill()
+    assert has_ended(worker)
+
+
+def has_ended(pid: int) -> bool:
+    """Returns whether a process ends within a minute. Nobody may be there to reap it."""
+    for _ in range(600):
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("program", ["exit 1", "echo 'No module named math_verify'"])
+def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch, program):
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{program}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(reward.sys, "executable", str(path))
+    with pytest.raises(OSError, match="no grading worker: is math-verify installed"):
+        grade(Grader(), [r"\frac{14}{\sqrt{28}}"], ROOT_OF_7)
+
+
+def test_the_source_evaluates_nothing():
+    bad = {"eval", "exec", "sympify", "parse_expr", "ExprExtractionConfig", "pickle"}
+    for name in ("answers.py", "reward.py"):
+        tree = ast.parse((ROOT / "common" / name).read_text())
+        used = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(tree)}
+        assert not used & bad
