@@ -65,19 +65,25 @@ def fork(method: Path) -> str:
     """Returns the script of a method's file."""
     arca = MARK.split((ROOT / "grpo_arca.py").read_text())  # marks are at the odd places
     own = MARK.split(method.read_text())
+    if len(own) not in (5, 9):
+        raise SystemExit(f"{method} must have one or two regions between CREDIT marks")
     flags = textwrap.dedent(own[2]) if len(own) == 9 else ""
     code = own[-3].rstrip() + "\n\n\n"
     if "credit" not in statements(flags):
         controls = "" if "assign_credit" in statements(code) else ', "random", "shuffled"'
-        choices = f'Literal["{method.stem}"{controls}]'
-        flags = f'credit: {choices} = flag("{method.stem}", "what splits the advantage")\n{flags}'
+        flags = (
+            f'credit: Literal["{method.stem}"{controls}] = flag(\n'
+            f'    "{method.stem}", "what splits the advantage"\n)\n{flags}'
+        )
     # The loop calls three functions, whether they are the method's own or not.
     arca[6] = code + inherited(f"{code} token_scores assign_credit surrogate_terms", code, arca[6])
     flags += inherited(arca[6], flags, textwrap.dedent(arca[2]))
     arca[2] = textwrap.indent(flags, "    ")
-    docstring = own[0].rpartition('"""')[0].rstrip()
     how_to_read = arca[0][arca[0].index("How to read this file") :]
-    arca[0] = f"{docstring}\n\n    accelerate launch grpo_{method.stem}.py\n\n{how_to_read}"
+    arca[0] = (
+        own[0].rpartition('"""')[0].rstrip()
+        + f"\n\n    accelerate launch grpo_{method.stem}.py\n\n{how_to_read}"
+    )
     return "".join(arca)
 
 

@@ -420,13 +420,19 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...]]
     parser.add_argument("--processes", type=int, default=cores)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/worth")
     parser.add_argument("--output", type=Path, help="the table as .csv")
-    return parser.parse_args(argv[:split]), tuple(argv[split + 1 :])
+    options = parser.parse_args(argv[:split])
+    if options.batches < 4:
+        parser.error("--batches must be at least 4")
+    return options, tuple(argv[split + 1 :])
 
 
 def main() -> None:
     options, flags = parse_options(sys.argv[1:])
     methods = keys_of(options.methods, flags)
-    name = folder_name(prepare(flags), options.updates, options.coordinates)
+    run = prepare(flags)
+    if run.rollout_size // run.args.num_generations % 2 == 1:
+        fail("the control takes half of the groups of a rollout: make their number even")
+    name = folder_name(run, options.updates, options.coordinates)
     jobs = []
     for batch in range(options.batches):
         path = options.folder / name / f"{batch}.pt"
