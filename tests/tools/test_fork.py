@@ -1,0 +1,68 @@
+"""tools/fork.py: a method's file becomes a whole script, which has the method's name everywhere."""
+
+import json
+import subprocess
+import sys
+
+import fork
+import pytest
+from support import ROOT, TINY_RUN, command_line
+from test_style import first_difference
+
+METHODS = sorted(ROOT.glob("methods/*.py"))
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
+def test_a_fork_is_grpo_arca_but_for_its_docstring_and_credit_regions(path):
+    text = fork.fork(path)
+    assert first_difference((ROOT / "grpo_arca.py").read_text(), text) is None
+    assert text.startswith(path.read_text().split("\n", 1)[0])
+    assert f"\n    accelerate launch grpo_{path.stem}.py\n" in text
+
+
+def made(folder, functions: str) -> dict[str, str]:
+    """Returns the statements of both regions of the fork of a method with these functions."""
+    path = folder / "mine.py"
+    path.write_text(f'"""Mine."""\n\n# === CREDIT ===\n{functions}\n# === END CREDIT ===\n')
+    parts = fork.MARK.split(fork.fork(path))
+    return fork.statements(fork.textwrap.dedent(parts[2])) | fork.statements(parts[6])
+
+
+def test_a_fork_has_what_the_method_uses_and_not_what_it_does_not(tmp_path):
+    """The flag that chooses is made, with the controls that the inherited assign_credit offers."""
+    found = made(tmp_path, "def token_scores(run, micro, metrics):\n    return micro.entropy\n")
+    assert found.keys() == {
+        "credit", "sharpening", "weight_stats", "token_scores", "normalize", "assign_credit",
+        "surrogate_terms", "control_weights",
+    }  # fmt: skip
+    assert '"mine", "random", "shuffled"' in found["credit"]
+    assert "return micro.entropy" in found["token_scores"]
+
+    own = "def assign_credit(run, batch, micros, metrics):\n    return normalize(1, 2, 3)\n"
+    found = made(tmp_path, own)
+    assert "sharpening" not in found
+    assert "control_weights" not in found
+    assert "normalize" in found
+    assert "random" not in found["credit"]
+
+
+def test_a_file_without_regions_is_refused():
+    with pytest.raises(SystemExit, match="one or two regions between CREDIT marks"):
+        fork.fork(ROOT / "tools/compare.py")
+
+
+@pytest.mark.slow
+def test_a_fork_trains_and_is_named_logged_and_carded_by_its_own_name(tmp_path):
+    (tmp_path / "common").symlink_to(ROOT / "common")
+    script = tmp_path / "grpo_entropy_mask.py"
+    script.write_text(fork.fork(ROOT / "methods/entropy_mask.py"))
+    command = [sys.executable, script, *command_line(TINY_RUN | {"max_steps": 2})]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "runs/grpo_entropy_mask-entropy_mask-1"
+    config = json.loads((out / "config.json").read_text())
+    assert config["credit"] == "entropy_mask"
+    assert config["kept_share"] == 0.2
+    assert "- entropy_mask\n" in (out / "adapter/README.md").read_text()
+    updates = [line for line in (out / "metrics.jsonl").read_text().splitlines() if "loss" in line]
+    assert len(updates) == 2
