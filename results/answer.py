@@ -1,4 +1,4 @@
-"""Writes the tables of results/README.md from results/data/, and draws its figures.
+"""Writes the tables of results/README.md, README.md and methods/README.md, and draws figures.
 
     python results/answer.py
 
@@ -10,6 +10,7 @@ that of the function of this name. In results/data/answer/ it leaves
     differences.png  the same at the end of training for the main methods, a dot for a seed
     curves.png       the mean learning curves of the main methods
     prediction.png   shares of GRPO's rollouts: predicted from worth, and measured in training
+    worth.png        how good a gradient each method gives, before training
 
 A method is compared with runs of GRPO on the same seeds, with as many updates a rollout and the
 same learning rate. The *area* is the mean height of a learning curve, the *end* its last point.
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 from studies import DATA as STUDY_DATA
-from studies import GRPO, MAIN, METHODS, STUDIES, key_of, read_csv, write_csv
+from studies import GRPO, MAIN, METHODS, ORACLES, STUDIES, key_of, read_csv, write_csv
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -35,7 +36,7 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "results/data"
 OUTPUT = DATA / "answer"
-PAGES = [ROOT / "results/README.md", ROOT / "README.md"]
+PAGES = [ROOT / "results/README.md", ROOT / "README.md", *ROOT.glob("methods/README.md")]
 TITLES = {
     "wrong_policy": "wrong policy",
     "sharpening": "sharpening",
@@ -52,10 +53,12 @@ SHOWN = {  # in figures, from top to bottom
     "S-trace": "#009E73",
 }
 COLORS = SHOWN | {GRPO: "black", "step values": "#56B4E9"}
+PLANNED = (*MAIN, *ORACLES, "ARCA, p = 2", "S-trace, normalized")  # rows on the wrong policy
 SAME_AS_GRPO = "GRPO, its KL logged"
 CAN_FAIL = ("sharpening", "smollm2", "smollm2_float32")  # where a run ends above 0.5, or failed
 LEARNED_ABOVE = 0.5  # held-out sampled accuracy at the end of a run that learned
 FEWEST_SEEDS = 3  # for an interval
+ALIGNED = 0.95  # a smaller direction is another one than GRPO's
 NEVER = 1.2  # where the figure puts a share that was not reached
 RIGHT_ONLY = "grpo_arca.py --credit uniform --negative_weight 0"
 NAMES = {  # a method in the tables of worth and of tokens -> on the page
@@ -77,18 +80,14 @@ NAMES = {  # a method in the tables of worth and of tokens -> on the page
     "oracle: least variance": "least variance",
     "other samples": "null: other problems",
 }
-WORTH = [  # the rows of its table
-    "surprisal", "entropy reduction", "probability", "oar_g", "oar_p", "s_trace",
-    "optimal token baseline", "right alone", "negative_weight 0.25", "oar_g, right alone",
-    "s_trace, right alone", "right alone, by probability", "oracle: step values",
-    "oracle: least variance", "other samples",
+WORTH = [  # the rows of its table; the figure has the files of methods/ as well
+    "surprisal", "entropy reduction", "OAR-G", "OAR-P", "S-trace", "right answers only",
+    "right answers only, by probability", "step values", "least variance", "null: other problems",
 ]  # fmt: skip
-POLICIES = {  # of the table of right answers only
-    "3_to_4_operations_start": "chains of 3 to 4 operations, untrained",
-    "3_to_4_operations_end": "the same, trained for 45 updates",
-    "8_operations_start": "chains of 8 operations, nearly right, untrained",
-    "smollm2_start": "SmolLM2, untrained",
-    "smollm2_middle": "SmolLM2, trained for 8 updates",
+WORTH_POLICIES = {  # how the names of its files begin -> columns of that table
+    "sharpening": "nearly right policy",
+    "wrong_policy": "wrong policy",
+    "smollm2_start": "SmolLM2",
 }
 Row = dict[str, Any]
 Table = list[list[str]]  # the header, and then the rows
@@ -218,8 +217,9 @@ class Group(NamedTuple):
 
     def share(self) -> str:
         """Returns the share of GRPO's rollouts that it needs to reach GRPO's end."""
-        is_grpo = self.method == GRPO
-        return "" if is_grpo else shown(share_of_rollouts(*pairs_of(self, self.of(GRPO))))
+        if self.method == GRPO or self.end() == "none":
+            return ""
+        return shown(share_of_rollouts(*pairs_of(self, self.of(GRPO))))
 
     def seeds(self) -> str:
         return str(len(self.lines()))
@@ -309,6 +309,12 @@ def pairs_of(group: Group, other: Group) -> tuple[np.ndarray, np.ndarray]:
     return np.array([own[seed] for seed in seeds]), np.array([others[seed] for seed in seeds])
 
 
+def at_grpos_rate(study: str) -> list[Group]:
+    """Returns the groups of a study at the learning rates that GRPO has there."""
+    rates = STUDIES[study].rates
+    return [group for group in groups_of(study) if group.rate == rates.get(group.updates)]
+
+
 def figure_of(curves: np.ndarray, figure: str) -> np.ndarray:
     """Returns the "area" or the "end" of each curve."""
     return area(curves) if figure == "area" else curves[:, -1]
@@ -368,21 +374,24 @@ def table_of(groups: list[Group], columns: dict[str, str]) -> Table:
     return table
 
 
-def answer() -> Table:
+def result() -> Table:
     """The result in six rows, at GRPO's own learning rates."""
-    table = [["method", "wrong policy (rate 0.002): area", "end", "four updates (0.001): end",
-              "sharpening (0.002): end", "SmolLM2 (4e-4): learned", "time of a step"]]  # fmt: skip
-    times = {}
+    studies = {
+        "wrong policy": ("wrong_policy", 1),
+        "the same, four updates a rollout": ("wrong_policy", 4),
+        "nearly right policy": ("sharpening", 1),
+    }
+    table = [["method", *studies, "SmolLM2: runs that learned", "time of a step"]]
+    times = {"right answers only": "1 or less", "least variance": "not counted"}
     for row in read_csv(DATA / "step_times/table.csv"):
         times[NAMES.get(row["credit"], GRPO)] = row["ratio"]
-    for method in (GRPO, "ARCA", "OAR-G", "S-trace", "right answers only", "least variance"):
-        wrong = Group("wrong_policy", 1, "0.002", method)
-        four = Group("wrong_policy", 4, "0.001", method)
-        cells = [wrong.area(), wrong.end(), four.end()]
-        cells.append(Group("sharpening", 1, "0.002", method).end())
-        cells.append(Group("smollm2", 1, "4e-4", method).learned())
-        name = "the oracle" if method == "least variance" else method
-        table.append([name, *cells, times.get(method, "")])
+    for method in (GRPO, "right answers only", "ARCA", "OAR-G", "S-trace", "least variance"):
+        name = "an oracle: exact credit" if method == "least variance" else method
+        cells = [name]
+        for study, updates in studies.values():
+            cells.append(Group(study, updates, STUDIES[study].rates[updates], method).end())
+        cells.append(Group("smollm2", 1, STUDIES["smollm2"].rates[1], method).learned())
+        table.append([*cells, times[method]])
     return table
 
 
@@ -399,21 +408,13 @@ def tests() -> Table:
     return table
 
 
-def untrained() -> Table:
-    """What the policies can do before training."""
-    rows = read_csv(DATA / "untrained.csv")
-    return [list(rows[0]), *(list(row.values()) for row in rows)]
-
-
 def wrong_policy() -> Table:
-    """All methods on the wrong policy, at the rate that GRPO has there."""
-    rates = STUDIES["wrong_policy"].rates
-    groups = [group for group in groups_of("wrong_policy") if group.rate == rates[group.updates]]
+    """The methods of the study's plan on the wrong policy, at the rate that GRPO has there."""
+    groups = [group for group in at_grpos_rate("wrong_policy") if group.method in PLANNED]
     return table_of(groups, {
         "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
         "greedy": "greedy", "sampled": "sampled", "pass@4": "pass_at_4", "area over GRPO": "area",
-        "end over GRPO": "end", "share of GRPO's rollouts": "share",
-        "updates whose gradient was cut": "cut",
+        "end over GRPO": "end", "share": "share", "cut": "cut",
     })  # fmt: skip
 
 
@@ -433,8 +434,8 @@ def sharpening() -> Table:
     """All methods in sharpening, at rates that GRPO has there."""
     return table_of(groups_of("sharpening"), {
         "method": "method", "updates": "updates", "rate": "rate", "learned": "learned",
-        "area": "area", "end": "end", "greedy at the end, lowest to highest run": "greedy_range",
-        "pass@4": "pass_at_4", "updates whose gradient was cut": "cut",
+        "area": "area", "end": "end", "share": "share",
+        "greedy, lowest to highest run": "greedy_range", "cut": "cut",
     })  # fmt: skip
 
 
@@ -460,41 +461,64 @@ def rollout_sizes() -> Table:
     return table
 
 
-ON_SMOLLM2 = {  # columns
-    "method": "method", "rate": "rate", "learned": "learned",
-    "95% interval of that share": "learned_interval", "end, lowest to highest": "sampled_range",
-    "mean end of those that learned": "learned_end", "updates whose gradient was cut": "cut",
-}  # fmt: skip
-
-
 def smollm2() -> Table:
-    """All runs on SmolLM2."""
-    return table_of(groups_of("smollm2"), ON_SMOLLM2)
+    """Runs on SmolLM2 at GRPO's rate with enough seeds, in both precisions."""
+    groups = at_grpos_rate("smollm2") + at_grpos_rate("smollm2_float32")
+    return table_of([group for group in groups if len(group.lines()) >= FEWEST_SEEDS], {
+        "study": "title", "method": "method", "rate": "rate", "learned": "learned",
+        "95% interval of that share": "learned_interval",
+        "end, lowest to highest": "sampled_range",
+        "mean of those that learned": "learned_end", "cut": "cut",
+        "completions a rollout": "completions",
+    })  # fmt: skip
 
 
-def smollm2_float32() -> Table:
-    """The same in float32, with how many completions a rollout sampled."""
-    columns = ON_SMOLLM2 | {"completions a rollout": "completions"}
-    return table_of(groups_of("smollm2_float32"), columns)
+@cache
+def worth_of(policy: str) -> dict[str, Row]:
+    """Returns the rows of all tables of worth of an untrained policy, by the page's names."""
+    rows = {}
+    for path in sorted((DATA / "worth").glob(f"{policy}*.csv"), reverse=True):
+        for row in read_csv(path):
+            rows[NAMES.get(row["method"], row["method"])] = row
+    return rows
+
+
+def rival_names() -> list[str]:
+    """Returns the files of methods/ that were measured or trained, as the data calls them."""
+    names = [group.method for group in at_grpos_rate("wrong_policy")]
+    for policy in WORTH_POLICIES:
+        names += worth_of(policy)
+    return sorted({name for name in names if name.startswith("methods/")})
+
+
+def worth_cells(method: str) -> list[str]:
+    """Returns Adam's worth and direction of a method for each policy, "" where they are unknown."""
+    cells = []
+    for policy in WORTH_POLICIES:
+        row = worth_of(policy).get(method)
+        cells += [shown(measured(row, name)) if row else "" for name in ("adam", "direction")]
+    return cells
+
+
+def worth_headers() -> list[str]:
+    headers = []
+    for title in WORTH_POLICIES.values():
+        headers += [f"Adam's worth, {title}", "direction"]
+    return headers
 
 
 def worth() -> Table:
-    """How good a gradient each method gives to the untrained policy of sharpening."""
-    of_method = {row["method"]: row for row in read_csv(DATA / "worth/study_8_operations.csv")}
-    table = [["method", "Adam's worth", "worth", "direction"]]
-    for name in WORTH:
-        figures = [measured(of_method[name], figure) for figure in ("adam", "worth", "direction")]
-        table.append([NAMES.get(name, name), *map(shown, figures)])
-    return table
+    """How good a gradient each method gives to untrained policies, and its direction."""
+    return [["method", *worth_headers()], *([name, *worth_cells(name)] for name in WORTH)]
 
 
-def right_only() -> Table:
-    """The worth of right answers only at five policies."""
-    table = [["policy", "share of right answers", "Adam's worth of right answers only"]]
-    for name, policy in POLICIES.items():
-        rows = {row["method"]: row for row in read_csv(DATA / f"worth/{name}.csv")}
-        row = rows[RIGHT_ONLY]
-        table.append([policy, f"{float(row['reward']):.2f}", shown(measured(row, "adam"))])
+def rivals() -> Table:
+    """The same for files of methods/, and what training with them on the wrong policy gave."""
+    rate = STUDIES["wrong_policy"].rates[1]
+    table = [["method", *worth_headers(), "seeds", f"area, rate {rate}", "end"]]
+    for name in rival_names():
+        group = Group("wrong_policy", 1, rate, name)
+        table.append([name, *worth_cells(name), group.seeds(), group.area(), group.end()])
     return table
 
 
@@ -506,13 +530,12 @@ def predictions() -> list[tuple[Group, float, list[float], list[float]]]:
     number, with intervals. That of the number holds the uncertainty of the power.
     """
     found = []
-    files = {"sharpening": "8_operations_start", "wrong_policy": "study_misconceived"}
-    for study, name in files.items():
-        rows = {row["method"]: row for row in read_csv(DATA / f"worth/{name}.csv")}
+    for study in ("sharpening", "wrong_policy"):
+        rows = worth_of(study)
         power = math.log(0.5) / math.log(float(rows["half of the groups"]["adam"]))
         for method, row in rows.items():
-            group = Group(study, 1, STUDIES[study].rates[1], NAMES.get(method, method))
-            if group.is_there():
+            group = Group(study, 1, STUDIES[study].rates[1], method)
+            if group.is_there() and row.get("completions") and float(row["adam"]) != 1:
                 found.append((group, power, measured(row, "adam"), measured(row, "completions")))
     return found
 
@@ -532,6 +555,7 @@ def tokens() -> Table:
     table = [["method", "weight of a result digit", "of the first wrong token", "its AUROC",
               "its AUROC among result digits", "EffN/T"]]  # fmt: skip
     rows = read_csv(DATA / "decisive_tokens/table.csv")
+    rows = [row for row in rows if row["credit"] not in ("probability", "p_trace")]
     for before, after in zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True):
         cells = [NAMES.get(before["credit"], before["credit"])]
         for name in ("result", "first_wrong", "auroc", "auroc_among_results", "effn"):
@@ -543,8 +567,8 @@ def tokens() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
-        answer, tests, untrained, wrong_policy, three_rates, sharpening, chosen_rates,
-        rollout_sizes, smollm2, smollm2_float32, worth, right_only, completions, tokens,
+        result, tests, wrong_policy, three_rates, sharpening, chosen_rates,
+        rollout_sizes, smollm2, worth, completions, rivals, tokens,
     )
 }  # fmt: skip
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -644,17 +668,46 @@ def draw_prediction(path: Path) -> None:
     plt.close(figure)
 
 
+def draw_worth(path: Path) -> None:
+    """Saves Adam's worth of every method, a panel a policy. Pale: another direction than GRPO's."""
+    methods = [*WORTH, *rival_names()]
+    size = (11, 1.2 + 0.24 * len(methods))
+    figure, panels = plt.subplots(1, 3, figsize=size, layout="constrained", sharey=True)
+    for panel, (policy, title) in zip(panels, WORTH_POLICIES.items(), strict=True):
+        panel.axvline(1, color="black", linewidth=1)
+        for place, method in enumerate(methods):
+            if method in worth_of(policy):
+                value, low, high = measured(worth_of(policy)[method], "adam")
+                is_aligned = measured(worth_of(policy)[method], "direction")[0] > ALIGNED
+                alpha = 1.0 if is_aligned else 0.35
+                color = COLORS.get(method, "#555555")
+                panel.plot([low, high], [place, place], color=color, linewidth=2, alpha=alpha)
+                panel.plot(value, place, "D", color=color, markersize=5, alpha=alpha)
+        panel.set_xscale("log")
+        panel.set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
+        panel.minorticks_off()
+        panel.set_title(f"{title}, untrained", loc="left", fontsize=10)
+        panel.grid(alpha=0.3)
+    panels[0].set_yticks(range(len(methods)), methods)
+    panels[0].invert_yaxis()
+    figure.supxlabel("worth of a completion as Adam sees it, over one under GRPO", fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     for page in PAGES:
         page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
     write_csv(differences(), OUTPUT / "differences.csv")
-    one_update = []
-    for study in ("wrong_policy", "sharpening", "smollm2"):
-        one_update.append(Group(study, 1, STUDIES[study].rates[1], GRPO))
+    one_update = [
+        Group(study, 1, STUDIES[study].rates[1], GRPO)
+        for study in ("wrong_policy", "sharpening", "smollm2")
+    ]
     four_updates = [Group(study, 4, "0.001", GRPO) for study in ("wrong_policy", "sharpening")]
     draw_differences(OUTPUT / "differences.png", one_update + four_updates)
     draw_curves(OUTPUT / "curves.png", one_update)
     draw_prediction(OUTPUT / "prediction.png")
+    draw_worth(OUTPUT / "worth.png")
 
 
 if __name__ == "__main__":

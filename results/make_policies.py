@@ -1,20 +1,22 @@
 """Makes the embedded policies: Qwen3-shaped models that can do chain arithmetic, badly.
 
-    python results/make_policies.py          # common/tiny_policy; about 25 minutes on 2 CPU cores
-    python results/make_policies.py --long   # common/long_policy from it: 2 to 8 operations
-    python results/make_policies.py --misconceived   # common/misconceived_policy, likewise
+    python results/make_policies.py tiny           # common/tiny_policy; 25 minutes on two cores
+    python results/make_policies.py long           # from it, chains of 2 to 8 operations
+    python results/make_policies.py misconceived   # the same chains
 
 All are seeded. A policy is trained first on right demonstrations, and then on ones that drop a
 carry or a borrow more often than not, so that sampling solves about three in ten held-out problems:
 the skill is there, and reinforcement has something to sharpen. The long policy slips less in a
 step, as it has more of them: three in ten of its chains of 8 are right, nine in ten greedily.
-The misconceived policy (HEADROOM.md) does the same chains, but it forgets most carries of certain
-operands, also when it decodes greedily. None of them ever sees a held-out problem.
+The misconceived policy, that of the wrong-policy study, forgets most carries of certain operands,
+also when it decodes greedily. None of them ever sees a held-out problem.
 """
 
 import argparse
+import hashlib
 import math
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -28,16 +30,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from common.problems import Chain, Operation, random_chain
+from common.task import Problem, random_chain
 
 TINY_POLICY = ROOT / "common/tiny_policy"
-LONG_POLICY = ROOT / "common/long_policy"
-MISCONCEIVED_POLICY = ROOT / "common/misconceived_policy"
 
 
 class Recipe(NamedTuple):
-    """How a policy is trained."""
+    """How a policy is trained, and where it is put."""
 
+    folder: Path
     steps: int
     clean_steps: int  # the first ones, on right demonstrations
     batch_size: int
@@ -48,9 +49,13 @@ class Recipe(NamedTuple):
     is_misconceived: bool = False  # carries are dropped only where `has_hard_operand`
 
 
-TINY = Recipe(1400, 800, 128, 3e-3, 0.55, 0.06, is_long=False)
-LONG = Recipe(600, 350, 64, 1.5e-3, 0.22, 0.02, is_long=True)
-MISCONCEIVED = Recipe(600, 350, 64, 1.5e-3, 0.7, 0.01, is_long=True, is_misconceived=True)
+POLICIES = ROOT / "results/policies"
+TINY = Recipe(TINY_POLICY, 1400, 800, 128, 3e-3, 0.55, 0.06, is_long=False)
+LONG = Recipe(POLICIES / "long_policy", 600, 350, 64, 1.5e-3, 0.22, 0.02, is_long=True)
+MISCONCEIVED = Recipe(
+    POLICIES / "misconceived_policy", 600, 350, 64, 1.5e-3, 0.7, 0.01, True, is_misconceived=True
+)
+RECIPES = {"tiny": TINY, "long": LONG, "misconceived": MISCONCEIVED}
 VOCABULARY = 448  # the tokenizer's tokens, rounded up to whole NF4 blocks of 64
 
 BEGIN = ["We begin at {v}.", "Let us start with {v}.", "First we have {v}."]
@@ -69,7 +74,7 @@ END = [
     "The final result is \\boxed{{{v}}}.",
     "Thus we end with \\boxed{{{v}}}.",
 ]
-MULTIPLIERS = {2: ("doubl", "double"), 3: ("tripl", "triple")}
+MULTIPLIERS = {"double": 2, "triple": 3}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -77,15 +82,40 @@ CHAT_TEMPLATE = (
 
 
 # ---- Demonstrations ------------------------------------------------------------------------------
+class Operation(NamedTuple):
+    """A step of a chain."""
+
+    verb: str  # "add", "subtract", "double" or "triple"
+    operand: int
+
+    def apply(self, value: int) -> int:
+        if self.verb == "add":
+            return value + self.operand
+        if self.verb == "subtract":
+            return value - self.operand
+        return value * self.operand
+
+
+def training_chain(rng: random.Random, length: int) -> Problem:
+    """Returns a chain of `length` operations, 0: of 3 or 4, that `chain_problems` trains on."""
+    while True:
+        chain = random_chain(rng, length)
+        digest = hashlib.blake2b(str(chain.prompt).encode(), digest_size=4).digest()
+        is_held_out = int.from_bytes(digest, "big") % 10 == 0
+        if min(chain.steps) >= 1 and max(chain.steps) <= 99 and not is_held_out:
+            return chain
+
+
+def operations_of(chain: Problem) -> list[Operation]:
+    """Returns the operations that a problem asks for."""
+    asked = re.findall(r"(add|subtract|double|triple) (\w+)", str(chain.prompt))
+    return [Operation(verb, MULTIPLIERS.get(verb) or int(operand)) for verb, operand in asked]
+
+
 def without_carry(operation: Operation, value: int) -> int:
     """Returns the result if the carry or the borrow is forgotten: the right one without any."""
-    units = value % 10
-    if operation.name == "add":
-        units += operation.operand % 10
-    elif operation.name == "subtract":
-        units -= operation.operand % 10
-    else:
-        units = operation.apply(units)
+    of_units = operation._replace(operand=operation.operand % 10)
+    units = of_units.apply(value % 10)
     return operation.apply(value) - 10 * (units // 10)
 
 
@@ -108,17 +138,19 @@ def slip(rng: random.Random, operation: Operation, value: int, recipe: Recipe, s
     return right
 
 
-def demonstrate(rng: random.Random, chain: Chain, recipe: Recipe, slips: bool) -> str:
+def demonstrate(rng: random.Random, chain: Problem, recipe: Recipe, slips: bool) -> str:
     """Returns a worked solution in random words.
 
     Slips never cancel: a chain with a slip has a wrong answer.
     """
+    operations = operations_of(chain)
+    start = int(str(chain.prompt).split(",")[0].removeprefix("Start with "))
     while True:
-        values = [chain.start]
-        for operation in chain.operations:
+        values = [start]
+        for operation in operations:
             values.append(slip(rng, operation, values[-1], recipe, slips))
-        steps_are_right = tuple(values[1:]) == chain.results()
-        answer_is_right = values[-1] == chain.results()[-1]
+        steps_are_right = tuple(values[1:]) == chain.steps
+        answer_is_right = values[-1] == chain.steps[-1]
         is_in_range = min(values) >= 0 and max(values) <= 199
         if is_in_range and steps_are_right == answer_is_right:
             break
@@ -130,10 +162,11 @@ def demonstrate(rng: random.Random, chain: Chain, recipe: Recipe, slips: bool) -
         # As greedy decoding writes, which must not lose its place there.
         links = [rng.choice(LINK)]
         steps = {name: [rng.choice(phrases)] for name, phrases in STEP.items()}
-    for operation, value in zip(chain.operations, values[1:], strict=True):
-        stem, verb = MULTIPLIERS.get(operation.operand, ("", ""))
-        step = rng.choice(steps[operation.name])
+    for operation, value in zip(operations, values[1:], strict=True):
+        verb = operation.verb
+        step = rng.choice(steps.get(verb, steps["multiply"]))
         link = rng.choice(links)
+        stem = verb.removesuffix("e")
         sentence = link + step.format(k=operation.operand, r=value, w=stem, x=verb)
         sentences.append(sentence[0].upper() + sentence[1:])
     return " ".join(sentences) + " " + rng.choice(END).format(v=values[-1])
@@ -157,8 +190,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     rng = random.Random(1)
     texts = ["user\n", "assistant\n", "system\n"] * 3000
     for _ in range(3000):
-        chain = random_chain(rng, held_out=False)
-        texts += [chain.prompt(), demonstrate(rng, chain, TINY, slips=False)]
+        chain = training_chain(rng, 0)
+        texts += [chain.prompt, demonstrate(rng, chain, TINY, slips=False)]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -213,9 +246,9 @@ def batch(
     ids = []
     labels = []
     for _ in range(recipe.batch_size):
-        length = rng.randint(2, 8) if recipe.is_long else None
-        chain = random_chain(rng, held_out=False, length=length)
-        messages = [{"role": "user", "content": chain.prompt()}]
+        length = rng.randint(2, 8) if recipe.is_long else 0
+        chain = training_chain(rng, length)
+        messages = [{"role": "user", "content": chain.prompt}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompt_ids = tokenizer(prompt).input_ids
         solution = demonstrate(rng, chain, recipe, slips) + tokenizer.eos_token
@@ -247,37 +280,28 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: R
         optimizer.zero_grad()
         if step % 50 == 0:
             left = (time.time() - began) / step * (recipe.steps - step) / 60
-            progress = f"step {step}/{recipe.steps}  loss {loss.item():.4f}  {left:.1f} min left"
-            print(progress, flush=True)
+            print(f"step {step}/{recipe.steps}  loss {loss.item():.4f}  {left:.1f} min left")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--long", action="store_true", help="the long policy, from the tiny one")
-    which.add_argument(
-        "--misconceived", action="store_true", help="the misconceived policy, from the tiny one"
-    )
-    args = parser.parse_args()
+    parser.add_argument("policy", choices=RECIPES)
+    recipe = RECIPES[parser.parse_args().policy]
     torch.manual_seed(0)
-    if args.long or args.misconceived:
-        recipe = MISCONCEIVED if args.misconceived else LONG
-        folder = MISCONCEIVED_POLICY if args.misconceived else LONG_POLICY
+    if recipe.is_long:
         tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
         model = Qwen3ForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
     else:
-        recipe = TINY
-        folder = TINY_POLICY
         tokenizer = build_tokenizer()
         model = build_model(tokenizer)
     model.train()
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{len(tokenizer)} tokens, {parameters:,} parameters")
     train(model, tokenizer, recipe)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(recipe.folder)
+    tokenizer.save_pretrained(recipe.folder)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""Computes exact credit on the embedded task, trains with it, and measures its worth.
+"""Computes exact credit on the embedded task, and trains with it.
 
     python results/oracles.py --oracle least_variance --seed 1 --output_dir runs/oracle
-    python results/oracles.py --worth 24 --dataset_config 8 \\
-        --model_name_or_path results/policies/misconceived_policy --max_completion_length 170
 
 All other flags are those of grpo_arca.py. A chain's reward is 1 if every claim is right: the result
 of each step, and then the boxed answer. So a solution with a wrong claim is worth 0 from there on.
@@ -23,25 +21,19 @@ their wording differs. A continuation counts for all the claims that it tries. T
 
 All are scaled by what GRPO's standard deviation would do on average. The continuations are not
 counted in the run's tokens: this is a measuring stick, and not a method.
-
---worth measures so many batches of the untrained policy as tools/worth.py does, and prints the
-table. Beside the oracles stands a null test: plain GRPO on other problems, whose worth is 1.
 """
 
 import argparse
 import math
 import sys
-import time
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path.insert(0, str(ROOT))
 
 import torch
-import worth
 from torch import Tensor
 
 import grpo_arca as trainer
@@ -51,8 +43,6 @@ from common.task import Problem, stated_results, token_roles
 ORACLES = ("step_values", "least_variance", "right_only")
 MOST_AT_ONCE = 512  # continuations in one batch
 CONTINUATIONS = 8  # that begin after each claim
-NULL = "null: other problems"
-OTHER_ROLLOUT = 1_000_000  # added to a batch's number, for the null test
 
 
 # ---- Solutions -----------------------------------------------------------------------------------
@@ -260,66 +250,6 @@ def train(args: trainer.Args, oracle: str) -> None:
     trainer.run_to_the_end(args)
 
 
-# ---- Worth ---------------------------------------------------------------------------------------
-def gradient(run: trainer.Run, micros: list[trainer.Batch]) -> Tensor:
-    """Returns the adapter's gradient [parameters] of an update on scored micro-batches."""
-    trained = [p for p in run.model.parameters() if p.requires_grad]
-    total = torch.zeros(sum(p.numel() for p in trained))
-    for micro in micros:
-        logp = trainer.training_forward(run, micro)
-        loss, _ = trainer.policy_loss(run, micro, logp, logp.detach())
-        parts = torch.autograd.grad(loss, trained)
-        total += torch.cat([part.flatten() for part in parts])
-    return total
-
-
-def gradient_of(run: trainer.Run, rollout: trainer.Batch, advantages: Tensor) -> Tensor:
-    """Returns the gradient of GRPO on a rollout whose advantages are replaced."""
-    replaced = replace(rollout, advantages=advantages)
-    (micros,) = trainer.micro_batches(run, replaced)
-    trainer.score(run, replaced, micros, {})
-    return gradient(run, micros)
-
-
-def measure(run: trainer.Run, batch: int) -> dict[str, Tensor]:
-    """Returns the gradients of plain GRPO, of its controls and of the oracles on one batch."""
-    run.step = OTHER_ROLLOUT + batch  # of one update each
-    rollout = trainer.collect(run, {})
-    found = {NULL: gradient_of(run, rollout, rollout.advantages)}
-    run.step = batch
-    rollout = trainer.collect(run, {})
-    found[worth.UNIFORM] = gradient_of(run, rollout, rollout.advantages)
-    is_in_half = rollout.rows // run.args.num_generations % 2 == 0
-    found[worth.HALF] = gradient_of(run, rollout, rollout.advantages * is_in_half)
-
-    groups = count_values(run, rollout)
-    every_row = replace(rollout, advantages=torch.ones_like(rollout.advantages))
-    (micros,) = trainer.micro_batches(run, every_row)
-    for oracle in ORACLES:
-        credit = oracle_credit(run, rollout, groups, oracle)
-        for micro in micros:
-            micro.credit = credit[micro.rows, : micro.mask.shape[1]]
-        found[oracle] = gradient(run, micros)
-    return found
-
-
-def measure_worth(args: trainer.Args, batches: int) -> None:
-    """Prints the worth of the oracles for the untrained policy, from so many batches."""
-    run = trainer.Run(args)
-    found = []
-    began = time.time()
-    for batch in range(batches):
-        found.append(measure(run, batch))
-        minutes = (time.time() - began) / (batch + 1) * (batches - batch - 1) / 60
-        print(f"[{batch + 1}/{batches}] {minutes:.0f} min left", file=sys.stderr, flush=True)
-    gradients = {}
-    for name in (worth.UNIFORM, worth.HALF, NULL, *ORACLES):
-        gradients[name] = torch.stack([of_batch[name] for of_batch in found]).double().numpy()
-    for row in worth.figures(gradients):
-        cells = [f"{key} {worth.shown_figure(row, key)}" for key in worth.PRINTED_FIGURES]
-        print(f"{row['method']:22s}{'  '.join(cells)}")
-
-
 # ---- Command line --------------------------------------------------------------------------------
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -328,14 +258,10 @@ def main() -> None:
         allow_abbrev=False,  # a prefix of these may be a flag of grpo_arca.py
     )
     parser.add_argument("--oracle", choices=ORACLES, default="least_variance")
-    parser.add_argument("--worth", type=int, metavar="BATCHES", help="train nothing")
     options, flags = parser.parse_known_args()
     trainer.transformers.logging.disable_progress_bar()
     args = trainer.parse_args([*flags, "--credit", "uniform"])  # its objective is A * credit, too
-    if options.worth:
-        measure_worth(args, options.worth)
-    else:
-        train(args, options.oracle)
+    train(args, options.oracle)
 
 
 if __name__ == "__main__":

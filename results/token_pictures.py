@@ -1,6 +1,6 @@
 """Shows where each method puts its weight, on the same completions, before and after training.
 
-    python results/token_pictures.py runs/grpo_oar-oar_g-1              # the table
+    python results/token_pictures.py runs/default                          # the table
     python results/token_pictures.py runs/smollm2 --problems 8 --picture
 
 Where the steps of a solution are known, as in the embedded task, so are the tokens that decide: the
@@ -61,6 +61,7 @@ TITLES = {  # of the methods in the picture
     "s_trace": "S-trace: which later tokens does its ratio reach?",
 }
 SAMPLES = 4  # of a problem
+AT_ONCE = 128  # completions that are scored together
 KEPT_FLAGS = (  # of a run: those that its policy and its task depend on
     "model_name_or_path", "dataset_name", "dataset_config", "dtype", "max_completion_length",
     "gradient_checkpointing",
@@ -90,20 +91,20 @@ def sample(run: Any, module: Any) -> Any:
     return replace(batch, advantages=torch.ones(len(rows)), loss_mask=batch.mask)
 
 
-def scored(flags: list[str], credits: list[str]) -> dict[str, Any]:
-    """Returns a batch of the same samples for each method, with its weights."""
-    batches: dict[str, Any] = {}
-    sampled = None
+def scored(flags: list[str], credits: list[str]) -> dict[str, list[Any]]:
+    """Returns the same samples for each method in parts, which have its weights."""
+    parts: dict[str, list[Any]] = {}
+    batch = None
     for credit in credits:
         module = importlib.import_module(METHODS[credit])
         run = module.Run(module.parse_args([*flags, "--credit", credit]))
-        sampled = sampled or sample(run, module)
-        batches[credit] = replace(sampled, advantages=sampled.advantages.clone())
-        module.score(run, batches[credit], [batches[credit]], {})
-        batches[credit].pieces = [
-            [run.tokenizer.decode([token]) for token in ids] for ids in sampled.completion_ids
-        ]
-    return batches
+        batch = batch or sample(run, module)
+        rows = torch.arange(len(batch.rows)).split(AT_ONCE)
+        parts[credit] = [batch.select(some) for some in rows]
+        module.score(run, batch, parts[credit], {})
+        for part in parts[credit]:
+            part.pieces = [[run.tokenizer.decode([i]) for i in ids] for ids in part.completion_ids]
+    return parts
 
 
 # ---- Figures -------------------------------------------------------------------------------------
@@ -132,16 +133,17 @@ def figures(weights: Tensor, roles: list[str]) -> dict[str, float]:
     return found
 
 
-def table_row(batch: Any) -> dict[str, float]:
-    """Returns the means over the completions of a scored batch."""
+def table_row(parts: list[Any]) -> dict[str, float]:
+    """Returns the means over the completions of scored parts."""
     found: dict[str, list[float]] = {}
-    for row, problem in enumerate(batch.problems):
-        roles = token_roles(batch.pieces[row], problem)
-        for name, value in figures(batch.weights[row][batch.mask[row]], roles).items():
-            found.setdefault(name, []).append(value)
+    for part in parts:
+        for row, problem in enumerate(part.problems):
+            roles = token_roles(part.pieces[row], problem)
+            for name, value in figures(part.weights[row][part.mask[row]], roles).items():
+                found.setdefault(name, []).append(value)
+        for name, values in weight_stats(part.weights, part.mask).items():
+            found.setdefault(name, []).extend(values.tolist())
     means = {name: mean(values) for name, values in found.items()}
-    for name, values in weight_stats(batch.weights, batch.mask).items():
-        means[name] = values.nanmean().item()
     return means | {"wrong": len(found["first_wrong"])}
 
 
@@ -165,9 +167,10 @@ def draw_completion(axis: Any, pieces: list[str], weights: list[float], wrong: i
         x += len(piece)
 
 
-def draw_picture(batches: dict[str, Any], path: Path) -> None:
+def draw_picture(parts: dict[str, list[Any]], path: Path) -> None:
     """Draws the first wrong completion under each method, its first wrong token underlined."""
-    first = next(iter(batches.values()))
+    batches = {credit: own[0] for credit, own in parts.items()}
+    first = batches["arca"]
     row = first.rewards.tolist().index(0.0)
     problem = first.problems[row]
     pieces = first.pieces[row]
@@ -191,7 +194,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="of a run")
-    parser.add_argument("--problems", type=int, default=32)
+    parser.add_argument("--problems", type=int, default=200, help="held out, 4 samples each")
     parser.add_argument("--picture", action="store_true", help="draw methods.png, write no table")
     options = parser.parse_args()
     flags = flags_of(options.folder, options.problems)
@@ -200,9 +203,9 @@ def main() -> None:
         draw_picture(scored(trained, list(TITLES)), DATA / "methods.png")
         return
     rows: list[dict[str, Any]] = []
-    for policy, own_flags in (("untrained", flags), (str(options.folder), trained)):
-        for credit, batch in scored(own_flags, list(METHODS)).items():
-            rows.append({"policy": policy, "credit": credit} | table_row(batch))
+    for policy, own_flags in (("untrained", flags), ("trained", trained)):
+        for credit, parts in scored(own_flags, list(METHODS)).items():
+            rows.append({"policy": policy, "credit": credit} | table_row(parts))
             print(rows[-1], flush=True)
     write_csv(rows, DATA / "table.csv")
 

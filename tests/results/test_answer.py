@@ -1,31 +1,60 @@
-"""results/answer.py: its statistics by hand, and its published files again from the studies'."""
+"""results/answer.py: statistics against hand values and naive loops, and pages that are current."""
 
+import csv
 import math
 from pathlib import Path
 
 import answer
 import numpy as np
 import pytest
-from headroom import read_csv
-from learning_curves import STUDENT
+from answer import GRPO, Group
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "results/data/answer"
+CURVES = np.array([[0.1, 0.3, 0.6, 0.7], [0.2, 0.2, 0.5, 0.8], [0.1, 0.4, 0.4, 0.9]])
+GRPOS = np.array([[0.1, 0.2, 0.3, 0.5], [0.2, 0.2, 0.3, 0.4], [0.1, 0.2, 0.4, 0.6]])
+T_2 = 4.302653  # 97.5th percentile of Student's t with two degrees of freedom, from a table
 
 
-@pytest.mark.parametrize("degrees", [1, 2, 7, 12])
-def test_a_statistic_at_the_97_5th_percentile_has_a_p_of_5_percent(degrees):
-    count = degrees + 1
-    unit = np.arange(count) - degrees / 2
-    unit /= unit.std(ddof=1)
-    differences = unit + STUDENT[degrees - 1] / count**0.5
-    assert answer.two_sided_p(differences) == pytest.approx(0.05, abs=1e-4)
-    assert answer.two_sided_p(-differences) == pytest.approx(0.05, abs=1e-4)
+# ---- Statistics ----------------------------------------------------------------------------------
+def test_the_area_is_that_of_trapezia():
+    assert answer.area(CURVES[0]) == pytest.approx((0.2 + 0.45 + 0.65) / 3)
 
 
-def test_with_one_degree_of_freedom_the_p_value_is_that_of_cauchy():
-    differences = np.array([1.0, 3.0])  # mean 2, standard error 1
-    assert answer.two_sided_p(differences) == pytest.approx(1 - 2 / math.pi * math.atan(2))
+@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062), (2, T_2), (7, 2.36462)])
+def test_a_statistic_at_the_97_5th_percentile_has_a_p_of_5_percent(degrees, quantile):
+    assert answer.two_sided_p(quantile, degrees) == pytest.approx(0.05, abs=1e-5)
+    assert answer.two_sided_p(-quantile, degrees) == pytest.approx(0.05, abs=1e-5)
+
+
+def test_the_interval_of_a_mean_by_hand():
+    mean, low, high = answer.mean_interval(np.array([1.0, 2.0, 6.0]))
+    half = T_2 * math.sqrt(7 / 3)  # the variance is 7
+    assert (mean, low, high) == pytest.approx((3, 3 - half, 3 + half), rel=1e-5)
+
+
+def test_beyond_the_ends_of_a_shares_interval_such_counts_have_a_chance_of_2_5_percent():
+    low, high = answer.share_interval(8, 12)
+
+    def chance(share, counts):
+        return sum(math.comb(12, k) * share**k * (1 - share) ** (12 - k) for k in counts)
+
+    assert chance(low, range(8, 13)) == pytest.approx(0.025, abs=3e-4)
+    assert chance(high, range(9)) == pytest.approx(0.025, abs=3e-4)
+    assert answer.share_interval(12, 12)[1] == 1
+
+
+def test_the_share_of_rollouts_is_where_the_lead_and_its_limits_are_first_0():
+    """Of two seeds the mean lead over 0.5 is x - 0.2 after x rollouts.
+
+    Its standard error is 0.1, so that its t-limits are 12.7062 * 0.1 away.
+    """
+    curves = np.array([[0.4, 1.4, 2.4, 3.4], [0.2, 1.2, 2.2, 3.2]])
+    ends = np.full((2, 4), 0.5)
+    mean, low, high = answer.share_of_rollouts(curves, ends)
+    assert mean == pytest.approx(0.2 / 3, abs=1e-3)
+    assert low == 0
+    assert high == pytest.approx((0.2 + 12.7062 * 0.1) / 3, abs=1e-3)
+    assert answer.share_of_rollouts(curves, ends + 9) == [math.inf] * 3
 
 
 def test_holms_correction_by_hand():
@@ -37,32 +66,89 @@ def test_holms_correction_by_hand():
     assert answer.holm([0.9, 0.8]) == [1.0, 1.0]
 
 
-def test_a_difference_is_tested_only_where_all_runs_learned():
-    grpo = {seed: np.array([0.1, 0.8]) for seed in (1, 2, 3)}
-    failed = {1: np.array([0.1, 0.9]), 2: np.array([0.1, 0.7]), 3: np.array([0.1, 0.0])}
-    study = answer.Study("SmolLM2", {answer.GRPO: grpo, "ARCA": failed})
-    for row in answer.difference_rows([study]):
-        assert row["low"] == row["p"] == row["p_holm"] == ""
-    learned = {1: np.array([0.1, 0.71]), 2: np.array([0.1, 0.7]), 3: np.array([0.1, 0.6])}
-    study = answer.Study("SmolLM2", {answer.GRPO: grpo, "ARCA": learned})
-    area, end = answer.difference_rows([study])
-    assert end["more"] == pytest.approx(-0.13)
-    assert area["more"] == pytest.approx(-0.065)
-    assert end["p_holm"] == pytest.approx(2 * end["p"])
+# ---- Comparisons ---------------------------------------------------------------------------------
+@pytest.fixture
+def runs(monkeypatch):
+    """Returns the runs of a page without any, to be filled: group -> seed -> lines."""
+    found = {}
+    monkeypatch.setattr(answer, "whole_runs", lambda: found)
+    answer.differences.cache_clear()
+    yield found
+    answer.differences.cache_clear()
 
 
-def same(published: str, value: object) -> bool:
-    if isinstance(value, float):
-        return float(published) == pytest.approx(value, rel=1e-3, abs=1e-4)
-    return published == str(value)
+def put(runs, method, curves, rate="0.002", study="sharpening", first_seed=1):
+    """Adds runs, and returns their group."""
+    group = Group(study, 1, rate, method)
+    runs[group] = {}
+    for seed, curve in enumerate(curves, first_seed):
+        runs[group][seed] = [{"sampled": str(x), "greedy": "1", "cut": "0.5"} for x in curve]
+    return group
 
 
-@pytest.mark.parametrize("name", ["differences", "prediction"])
-def test_the_published_file_is_that_of_the_studies(name):
-    rows = answer.prediction_rows()
-    if name == "differences":
-        rows = answer.difference_rows([*answer.studies(), *answer.rollout_size_studies()])
-    published = read_csv(DATA / f"{name}.csv")
-    assert len(rows) == len(published) > 5
-    for row, stored in zip(rows, published, strict=True):
-        assert [key for key, value in row.items() if not same(stored[key], value)] == []
+def test_a_method_is_tested_against_the_same_seeds_of_grpo_at_the_same_rate_alone(runs):
+    put(runs, GRPO, GRPOS + 0.3)
+    put(runs, "methods/oppo.py", CURVES[1:] + 0.3, first_seed=2)
+    put(runs, "ARCA", CURVES + 0.3, rate="0.001")
+    put(runs, "S-trace", CURVES + 0.3)
+    assert [(row["method"], row["figure"], row["seeds"]) for row in answer.differences()] == [
+        ("methods/oppo.py", "area", 2),
+        ("methods/oppo.py", "end", 2),
+        ("S-trace", "area", 3),
+        ("S-trace", "end", 3),
+    ]
+    _, oppo, _, end = answer.differences()
+    assert oppo["more"] == pytest.approx((0.4 + 0.3) / 2)
+    assert oppo["p"] == ""  # two seeds are too few
+    assert end["more"] == pytest.approx((0.2 + 0.4 + 0.3) / 3)
+    assert end["low"] == pytest.approx(0.3 - T_2 * 0.1 / math.sqrt(3), rel=1e-4)
+    assert end["p_holm"] <= 2 * end["p"]
+    assert [row[1:4] for row in answer.chosen_rates()[1:]] == [["ARCA", "0.001", "0.002"]]
+
+
+def test_where_a_run_failed_there_is_no_interval_and_no_test(runs):
+    put(runs, GRPO, GRPOS + 0.3)
+    group = put(runs, "ARCA", CURVES - 0.4)
+    assert (group.end(), group.share(), group.learned()) == ("none", "", "0 of 3")
+    assert {row["p"] for row in answer.differences()} == {""}
+
+
+def test_every_row_of_every_table_has_the_headers_cells_and_one_the_rate():
+    for name, function in answer.TABLES.items():
+        table = function()
+        assert {len(row) for row in table} == {len(table[0])}, name
+        trains = name not in ("result", "worth", "tokens", "completions")
+        assert not trains or any("rate" in header for header in table[0]), name
+
+
+# ---- Pages ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", answer.PAGES, ids=lambda page: page.parent.name)
+def test_the_tables_of_the_page_are_current(page):
+    text = page.read_text(encoding="utf-8")
+    assert answer.MARKED.search(text)
+    assert answer.rewritten(text) == text
+
+
+def test_the_page_of_results_is_short_and_the_origin_of_all_data_is_known():
+    lines = (ROOT / "results/README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 250
+    with open(answer.DATA / "provenance.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    known = tuple(row["data"].removeprefix("the other files of ") for row in rows)
+    for path in answer.DATA.glob("*/*"):
+        assert str(path.relative_to(answer.DATA)).startswith(known), path
+
+
+@pytest.mark.slow
+def test_answer_writes_pages_and_figures_from_the_data(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- table: tests -->\nold\n<!-- end -->\nAfter.\n")
+    monkeypatch.setattr(answer, "PAGES", [page])
+    monkeypatch.setattr(answer, "OUTPUT", tmp_path)
+    answer.main()
+    text = page.read_text()
+    assert text.startswith("Before.\n<!-- table: tests -->\n| ")
+    assert text.endswith(" |\n<!-- end -->\nAfter.\n")
+    assert "old" not in text
+    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert pictures == ["curves.png", "differences.png", "prediction.png", "worth.png"]
