@@ -313,8 +313,7 @@ def fault_of(run_main, monkeypatch, tmp_path):
                 return ""
             return f"{script} {flags}: {error!r}"
         if code != 0:
-            last_line = err.strip().splitlines()[-1]
-            is_good = must_end and f"{script}.py: error: " in last_line
+            is_good = must_end and ".py: error: " in err and "Traceback" not in err
             return "" if is_good else f"{script} {flags}: {err[-300:]}"
         if must_end:
             return f"{script} {flags}: no error"

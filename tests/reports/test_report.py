@@ -1,0 +1,111 @@
+"""What a run says on the terminal and leaves in its folder, but for credit.html and its metrics."""
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import tqdm.std
+from support import ROOT, TINY, TINY_RUN, command_line, few_chains
+
+import grpo_arca
+from common import report
+from common.reward import GRADER
+
+SHORT_RUN = {"max_steps": 2, "eval_steps": 1, "max_eval_samples": 4, "max_completion_length": 64}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock for bars, on which an update takes a second and an evaluation 1,000."""
+    now = [0.0]
+
+    def ticking(function, seconds):
+        def timed(*arguments):
+            now[0] += seconds
+            return function(*arguments)
+
+        return timed
+
+    monkeypatch.setattr(tqdm.std, "time", lambda: now[0])
+    monkeypatch.setattr(grpo_arca, "update", ticking(grpo_arca.update, 1))
+    monkeypatch.setattr(grpo_arca, "eval_metrics", ticking(grpo_arca.eval_metrics, 1000))
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_run_says_what_it_does_and_leaves_what_it_found(run_main, tmp_path):
+    code, out, err = run_main(**SHORT_RUN)
+    assert code == 0
+    folder = tmp_path / "out"
+
+    # The terminal: what trains on what into which folder, a line an evaluation, and a bar.
+    first, second, *lines = out.splitlines()
+    assert first.startswith(f"arca on {TINY}: trains 28 of 29 linear layers, 90,112 of ")
+    assert second == "40 problems, 4 held out, into out"
+    assert [line.split(",")[0] for line in lines[:3]] == ["step    0", "step    1", "step    2"]
+    assert re.findall(r" 2/2 \[(\d\d:\d\d)<", err)[-1] == "00:02"  # without the evaluations
+
+    # The summary and its table.
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [row["eval"] for row in rows if "eval" in row]
+    accuracies = [evaluation["sampled_accuracy"] for evaluation in evaluations]
+    best = accuracies.index(max(accuracies))
+    summary = json.loads((folder / "summary.json").read_text())
+    weights = {2: "out/adapter"}.get(best)  # no other step's were saved
+    assert summary == {
+        "before": evaluations[0],
+        "after": evaluations[2],
+        "best": {"step": best, "sampled_accuracy": max(accuracies), "weights": weights},
+        "steps": 2,
+    }
+    before, after = (100 * accuracies[i] for i in (0, 2))
+    assert f"sampled accuracy{before:11.1f}%{after:7.1f}%{after - before:+8.1f}\n" in out
+
+    # The completions: a group of each rollout, and as many of each part of an evaluation.
+    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    kinds = ["greedy"] * 4 + ["sampled"] * 4
+    assert [row["kind"] for row in rows] == kinds + (["train"] * 4 + kinds) * 2
+    assert [row["step"] for row in rows] == [0] * 8 + [1] * 12 + [2] * 12
+    chains = {p.prompt: p for p in few_chains(40, False, seed=1) + few_chains(4, True)}
+    for row in rows:
+        assert GRADER.grade([row["completion"]], [chains[row["prompt"]]]) == [row["reward"]]
+
+
+def test_curves_are_those_of_the_log(tmp_path, monkeypatch):
+    """Evaluations as they are, and updates pale, with their mean over a tenth of the run bold."""
+    rows = [{"step": 0, "eval": {"sampled_accuracy": 0.25}}]
+    rows += [{"step": step, "reward": float(step == 15), "kl": None} for step in range(1, 41)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report.write_curves(tmp_path / "curves.png", rows, "a $title_ \\frac")
+        report.write_curves(tmp_path / "one.png", rows[:1], "")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    drawn = []
+    monkeypatch.setattr(report.Figure, "savefig", lambda figure, path: drawn.extend(figure.axes))
+    report.write_curves(tmp_path / "curves.png", rows, "")
+    lines = {axes.get_title(): axes.get_lines() for axes in drawn}
+    accuracy = next(line for line in lines["Accuracy"] if line.get_label().startswith("eval/s"))
+    assert accuracy.get_xydata().tolist() == [[0, 0.25]]
+    pale, bold = lines["Reward of a completion"]
+    assert pale.get_ydata().tolist() == [float(step == 15) for step in range(1, 41)]
+    smooth = [0.2 * (13 <= step <= 17) for step in range(1, 41)]
+    assert bold.get_ydata().tolist() == pytest.approx(smooth)
+    page = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
+    for keys in report.PANELS.values():
+        documented = [f"`{key.replace('accuracy_reward', '<function>')}`" in page for key in keys]
+        assert all(documented), keys
+
+
+@pytest.mark.slow
+def test_the_terminal_shows_no_librarys_warnings(tmp_path):
+    """Nor bars of theirs: but for ours, a whole run says nothing on standard error."""
+    flags = command_line(TINY_RUN | {"output_dir": tmp_path / "out"})
+    launch = ["-m", "accelerate.commands.launch", str(ROOT / "grpo_arca.py")]
+    done = subprocess.run([sys.executable, *launch, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in re.split("[\r\n]", done.stderr) if line.strip()]
+    assert [line for line in said if "it/s" not in line and "s/it" not in line] == []
+    assert "Loading weights" not in done.stderr
