@@ -4,8 +4,6 @@ import pytest
 import torch
 from support import fixed_uniforms, problems_of, randomize_adapter, sample
 
-import grpo_arca
-
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -30,17 +28,4 @@ def test_captured_steps_sample_what_eager_ones_do(make_run, monkeypatch, weights
         assert samples[0].completion_ids == samples[1].completion_ids
         torch.testing.assert_close(samples[0].sampled_logp, samples[1].sampled_logp)
     assert len(captures) > 2  # more than one a rollout: it went on in smaller tensors
-
-
-@pytest.mark.parametrize("weights", ["dense", "quantized"])
-def test_recomputed_log_probs_are_near_the_sampled_ones(make_run, weights):
-    """The mean gap in bf16, on the tiny policy, whose distributions are sharp."""
-    run = make_run(
-        rollout_weights=weights, max_completion_length=80, per_device_train_batch_size=64
-    )
-    batch = grpo_arca.collect(run, {})
-    batch.advantages = torch.ones_like(batch.rewards)  # else a row may be left out
-    (micros,) = grpo_arca.micro_batches(run, batch)
-    grpo_arca.score(run, batch, micros, {})
-    assert grpo_arca.update(run, micros)["sampling_gap"] < 0.01
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # it may give NaN gradients

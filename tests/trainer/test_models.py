@@ -12,8 +12,6 @@ from support import TINY, fixed_uniforms, sample, stock, trained
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import grpo_arca
-import grpo_oar
-import grpo_strace
 from common.task import Problem
 
 LENGTH = 12
@@ -50,7 +48,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": HEAD | EXPERTS,
 }
 QUICK = ("gemma2", "gpt2", "mixtral")  # windows and caps; learned positions; experts
-METHODS = {"arca": grpo_arca, "oar_g": grpo_oar, "oar_p": grpo_oar, "s_trace": grpo_strace}
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 PROMPTS = ["What is 3 + 4 * 2? Go step by step.", "12 - 5 =", "What is 3 + 4 * 2? Go step by step."]
 PROBLEMS = [Problem(text, "1", prompt_ids=tuple(TOKENIZER.encode(text))) for text in PROMPTS]
@@ -73,14 +70,14 @@ def random_model(family: str, settings: dict):
 def start(make_run, tmp_path):
     """start(family, ...) -> a Run on a random model, whose adapter acts, after its first check."""
 
-    def build(family: str, module=grpo_arca, settings=None, **flags):
-        random_model(family, FAMILIES[family] | (settings or {})).save_pretrained(tmp_path)
+    def build(family: str, **settings):
+        random_model(family, FAMILIES[family] | settings).save_pretrained(tmp_path)
         TOKENIZER.save_pretrained(tmp_path)
-        in_4bit = "num_experts" not in FAMILIES[family]
-        flags = {"max_completion_length": LENGTH, "load_in_4bit": in_4bit, "lora_r": 8} | flags
-        flags = {"gradient_checkpointing": False} | flags
-        run = make_run(module, str(tmp_path), **flags)
-        module.check_model(run)
+        run = make_run(
+            model=str(tmp_path), max_completion_length=LENGTH, gradient_checkpointing=False,
+            load_in_4bit="num_experts" not in FAMILIES[family], lora_r=8,
+        )  # fmt: skip
+        grpo_arca.check_model(run)
         return run
 
     return build
@@ -125,40 +122,10 @@ def test_a_family_is_computed_as_transformers_does(start, family):
     check_log_probs_and_gradients(run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("credit", METHODS)
-def test_every_method_updates_every_family(start, monkeypatch, family, credit):
-    """Completions end in a boxed answer, as OAR needs them; scores differ between tokens."""
-    module = METHODS[credit]
-    run = start(family, module, credit=credit)
-    texts = ["3 + 8 = 11, so \\boxed{11}", "it is \\boxed{-7}", "5: \\boxed{5} or 9 \\boxed{9}"]
-    script = [[*TOKENIZER.encode(text), 2] for text in texts]
-    length = max(map(len, script))
-    run.args.max_completion_length = length
-    written = torch.tensor([ids + [-1] * (length - len(ids)) for ids in script])
-    zeros = torch.zeros(written.shape)
-
-    def decode(run, prompts, *_):
-        return torch.cat([prompts, written], 1), zeros, zeros
-
-    monkeypatch.setattr(module, "decode", decode)
-    batch = module.sample(run, torch.arange(3), PROBLEMS, zeros, 0, run.reward_funcs, {})
-    batch = batch.select(torch.arange(3))
-    batch.loss_mask = batch.mask
-    batch.entropy = torch.rand(batch.mask.shape) * batch.mask
-    batch.advantages = torch.tensor([0.9, -0.8, 0.7])
-    metrics: dict[str, float] = {}
-    module.score(run, batch, [batch], metrics)
-    assert batch.weights[batch.mask].std() > 0.01 and metrics.get("no_answer_share", 0) == 0
-    row = module.update(run, [batch])
-    assert row["skipped_update"] == 0 and row["grad_norm"] > 1e-3
-
-
 def test_noise_that_only_training_has_is_found(start):
     """The comparison with transformers' model is made in the mode that trains."""
     with pytest.raises(SystemExit, match="is not supported: log-probs here are"):
-        start("mixtral", settings={"router_jitter_noise": 0.1})
+        start("mixtral", router_jitter_noise=0.1)
 
 
 def test_a_head_without_its_scaling_is_found(start, monkeypatch):

@@ -1,9 +1,9 @@
 """The rollout: how tokens are drawn, and what each completion depends on."""
 
 import itertools
-import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_greedy_decoding_equals_transformers(make_run, weights):
 def test_sampled_log_probs_are_the_stock_models_whatever_is_sampled_together(
     make_run, monkeypatch, weights, targets
 ):
-    """In parts of every size, and the other way round. Prompts and completions have many lengths,
+    """In parts, and the other way round. Prompts and completions have many lengths,
     and the stock model applies the adapter beside its NF4 weights, as training does."""
     run = make_run(temperature=0.8, top_p=0.9, rollout_weights=weights, lora_target_modules=targets)
     problems = problems_of(run, 8)
@@ -101,15 +101,14 @@ def test_sampled_log_probs_are_the_stock_models_whatever_is_sampled_together(
         return inner(run, prompts, uniforms, is_greedy)
 
     monkeypatch.setattr(grpo_arca, "decode", decode)
-    for size, expected in ((1, [1] * 8), (3, [3, 3, 2])):
-        sizes.clear()
-        run.args.per_device_rollout_batch_size = size
-        parts = sample(run, problems, uniforms)
-        assert sizes == expected and torch.equal(parts.ids, whole.ids)
-        assert torch.equal(parts.attention, whole.attention)
-        torch.testing.assert_close(parts.sampled_logp, whole.sampled_logp, atol=1e-4, rtol=0)
+    run.args.per_device_rollout_batch_size = 3
     backwards = sample(run, problems[::-1], uniforms.flip(0))
-    assert completions_of(backwards)[::-1] == completions_of(whole)
+    assert sizes == [3, 3, 2] and backwards.prompt_width == whole.prompt_width
+    for name in ("ids", "attention", "truncated"):
+        assert torch.equal(getattr(backwards, name).flip(0), getattr(whole, name)), name
+    torch.testing.assert_close(
+        backwards.sampled_logp.flip(0), whole.sampled_logp, atol=1e-4, rtol=0
+    )
 
 
 def test_completions_that_end_are_dropped_and_nothing_else_changes(make_run, monkeypatch):
@@ -164,25 +163,18 @@ def test_a_completion_ends_at_its_first_stop_token_and_no_other_token_vanishes(
     assert batch.texts == ["\\b", "as<|im_start|>", "", "\\basd{em"]
 
 
-def test_of_a_generation_config_only_the_stop_tokens_are_used(make_run, tmp_path):
-    """Not its top_k, nor its penalty."""
+def test_the_stop_tokens_are_those_of_the_generation_config(make_run, tmp_path):
     folder = shutil.copytree(TINY, tmp_path / "model")
-    settings = {"top_k": 1, "repetition_penalty": 1.3, "do_sample": True, "eos_token_id": [2, 1]}
-    Path(folder, "generation_config.json").write_text(json.dumps(settings))
-    batches = []
-    for model in (TINY, str(folder)):
-        run = make_run(model=model)
-        batches.append(sample(run, problems_of(run, 1) * 6, fixed_uniforms(6, 24)))
-    assert run.eos_ids.tolist() == [1, 2]
-    assert torch.equal(batches[0].ids, batches[1].ids) and len(set(batches[0].texts)) > 3
+    Path(folder, "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    assert make_run(model=str(folder)).eos_ids.tolist() == [1, 2, 7]  # and the tokenizer's
 
 
-def test_every_sample_of_an_evaluation_has_a_stream_of_its_own(make_run, monkeypatch, tmp_path):
+def test_every_sample_of_an_evaluation_has_a_stream_of_its_own(make_run, monkeypatch):
     """Also where it takes more samples of a problem than a rollout; the next one has the same."""
     run = make_run(num_generations=2, num_generations_eval=5, max_completion_length=4)
     run.held_out = run.held_out[:3]
-    run.log = type("Log", (), {"write": print, "write_completions": print})()
-    run.bar = type("Bar", (), {"unpause": print})()
+    run.log = mock.Mock()
+    run.bar = mock.Mock()
     inner = grpo_arca.sample
     used = []
 
