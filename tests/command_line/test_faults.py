@@ -54,9 +54,9 @@ def fail(run, *_):
     raise torch.OutOfMemoryError("memory is full")
 
 
-@pytest.mark.parametrize("where", ["update", "tracker"])
-def test_an_error_saves_the_updates_so_far(run_main, rows_of, monkeypatch, tmp_path, where):
-    """Wherever it comes from. Resumed, the run makes the others."""
+@pytest.mark.parametrize("where", ["update", pytest.param("tracker", marks=pytest.mark.slow)])
+def test_an_error_saves_the_updates_so_far(run_main, monkeypatch, tmp_path, where):
+    """Wherever it comes from. That they suffice to go on is in test_resume.py."""
     log = grpo_arca.Accelerator.log
     update = grpo_arca.update
 
@@ -74,11 +74,9 @@ def test_an_error_saves_the_updates_so_far(run_main, rows_of, monkeypatch, tmp_p
         with pytest.raises(torch.OutOfMemoryError, match="memory is full"):
             run_main(max_steps=2, save_steps=0)
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
-    assert run_main(max_steps=2, save_steps=0, resume_from_checkpoint="latest")[0] == 0
-    assert [row["step"] for row in rows_of()] == [1, 2]
 
 
-def test_a_full_disk_leaves_the_former_checkpoint(run_main, rows_of, monkeypatch, tmp_path):
+def test_a_full_disk_leaves_the_former_checkpoint(run_main, monkeypatch, tmp_path):
     """Files may not grow beyond 100 kB, an adapter has 360."""
     update = grpo_arca.update
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -97,5 +95,3 @@ def test_a_full_disk_leaves_the_former_checkpoint(run_main, rows_of, monkeypatch
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
     assert state_file(tmp_path / "out/checkpoint-1") == state_file(tmp_path / "copy")
-    assert run_main(max_steps=2, resume_from_checkpoint="latest")[0] == 0
-    assert [row["step"] for row in rows_of()] == [1, 2]

@@ -63,6 +63,7 @@ def test_the_updates_so_far_are_saved(run_main, send, tmp_path, number, name, st
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler  # as in a notebook
 
 
+@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_is_ignored(run_main, send, tmp_path):
     send(signal.SIGHUP, "collect", 1)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a command

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import (
-    LONG_RUN,
     SCRIPTS,
     TINY,
     VARIETY,
@@ -72,8 +71,9 @@ def test_ended_anywhere_and_resumed_is_the_undisturbed_run(forks, script):
     assert len(folders) > 1
     for folder in folders:
         resumed = outcome(folder)
-        assert resumed.keys() == whole.keys(), folder
-        for name in whole:
+        # A signal's run has saved nothing but what the signal did.
+        assert whole.keys() - resumed.keys() <= {"state of checkpoint-4"}, folder
+        for name in resumed:
             assert resumed[name] == whole[name], (folder, name)
 
 
@@ -89,14 +89,11 @@ def test_a_signal_ends_with_a_sentence(forks):
 
 
 # ---- Runs in this process ------------------------------------------------------------------------
-SHORT = LONG_RUN | {"steps_per_generation": 1, "num_iterations": 1, "max_steps": 2, "eval_steps": 1}
-SHORT |= {"save_steps": 1, "max_eval_samples": 1, "max_completion_length": 24}
-
-
 def test_a_run_resumed_after_its_first_update_is_the_same_run(run_main, tmp_path):
     """The KL's reference is the start adapter then, too. A torn last line is left out."""
     (tmp_path / "variety.py").write_text(VARIETY)
-    flags = SHORT | {"start_adapter": make_adapter(tmp_path / "start")}
+    flags = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "beta": 0.05, "lora_dropout": 0.1}
+    flags |= {"reward_funcs": "variety.pay", "start_adapter": make_adapter(tmp_path / "start")}
     assert run_main(**flags)[0] == 0
     whole = outcome(tmp_path)
     out = tmp_path / "out"
@@ -125,20 +122,6 @@ def test_a_run_that_ended_inside_a_rollout_makes_the_rest_of_its_updates(run_mai
     assert first_prompts[1] == first_prompts[2] != first_prompts[3]
     rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
     assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3]
-
-
-def test_a_run_is_neither_overwritten_nor_continued_unasked(run_main, tmp_path):
-    """With a checkpoint, without one, and where it has ended without one."""
-    assert run_main(max_steps=0)[0] == 0
-    files = {path: path.read_bytes() for path in tmp_path.rglob("out/**/*") if path.is_file()}
-    for asked in ({}, GO_ON):
-        code, _, said = run_main(max_steps=0, **asked)
-        assert code == 1
-        assert "out holds a run: change --output_dir, or go on from its newest checkpoint" in said
-    assert files == {path: path.read_bytes() for path in files}
-    (tmp_path / "out/summary.json").unlink()  # as if it had been killed before its first save
-    assert run_main(max_steps=0)[0] == 1
-    assert run_main(max_steps=0, **GO_ON)[0] == 0
 
 
 def test_processes_that_find_different_checkpoints_do_not_go_on(run_main, monkeypatch):
@@ -173,6 +156,23 @@ def again(first, make_run):
     return make
 
 
+def test_a_run_is_neither_overwritten_nor_continued_unasked(again, first, tmp_path, monkeypatch):
+    """With a checkpoint, before its first one, and where it has ended without one."""
+    run = again()
+    monkeypatch.setattr(run.args, "resume_from_checkpoint", None)
+    sentence = "holds a run: change --output_dir, or go on from its newest checkpoint"
+    assert sentence in refusal(lambda: grpo_arca.resume(run))
+    monkeypatch.setattr(run.args, "output_dir", str(tmp_path))
+    grpo_arca.resume(run)  # a new folder
+    (tmp_path / "metrics.jsonl").touch()
+    assert sentence in refusal(lambda: grpo_arca.resume(run))
+    monkeypatch.setattr(run.args, "resume_from_checkpoint", "latest")
+    grpo_arca.resume(run)  # from the start: it had crashed
+    (tmp_path / "summary.json").touch()
+    assert sentence in refusal(lambda: grpo_arca.resume(run))
+    assert run.step == 0
+
+
 def scaled(folder: str, copy: Path, name: str) -> str:
     """Copies a folder of weights, and makes one matrix slightly larger."""
     shutil.copytree(folder, copy)
@@ -197,7 +197,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", [*CHANGES, "base", "start_adapter", "lora_alpha", "lora_r"])
+@pytest.mark.parametrize("name", [*CHANGES, "base", "start_adapter", "lora_alpha"])
 def test_what_defines_policy_and_data_must_stay(again, first, tmp_path, name):
     """A run that went on with another scale or base would be ruined, without an error."""
     changes = {name: CHANGES.get(name)}
@@ -207,8 +207,6 @@ def test_what_defines_policy_and_data_must_stay(again, first, tmp_path, name):
         changes[name] = scaled(first.args.start_adapter, tmp_path / "start", LORA)
     elif name == "lora_alpha":
         changes = {"start_adapter": make_adapter(tmp_path / "start", lora_alpha=13)}
-    elif name == "lora_r":
-        changes = {"start_adapter": make_adapter(tmp_path / "start", r=5)}
     run = again(**changes)
     sentence = refusal(lambda: grpo_arca.resume(run))
     assert "checkpoint-1 has another model, start adapter" in sentence

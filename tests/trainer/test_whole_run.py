@@ -74,17 +74,14 @@ CHAT = [
     {"role": "user", "content": "Start with 5, add 7, double it, subtract 3."},
     {"role": "assistant", "content": "Start"},
 ]
-SLOW = pytest.param("without 4 bits", marks=pytest.mark.slow)
 CARDS = {
-    "quantized, of a prefilled chat": {
-        "rollout_weights": "quantized",
-        "dataset_name": "chats.jsonl",
-    },
+    "quantized, prefilled": {"rollout_weights": "quantized", "dataset_name": "chats.jsonl"},
     "without 4 bits": {"load_in_4bit": False, "system_prompt": 'Don\'t say "no".'},
 }
 
 
-@pytest.mark.parametrize("kind", ["quantized, prefilled", SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CARDS)
 def test_the_adapters_card_answers_as_the_run_did(run_main, rows_of, tmp_path, kind):
     """At a rate at which the adapter counts. It loads from wherever it is."""
     rows = [{"prompt": CHAT, "answer": "21"}, {"prompt": CHAT[:1], "answer": "21"}]
