@@ -337,12 +337,12 @@ def comparison(group: Group, other: Group, figure: str) -> Row:
 @cache
 def differences() -> list[Row]:
     """Returns a row for each study, method and figure, with its corrected p-value."""
-    rows = []
+    rows: list[Row] = []
     for study in STUDIES:
         for group in groups_of(study):
             keeps_curves = min(map(len, group.lines())) > 3
             for figure in ("area", "end") if keeps_curves else ("end",):
-                row = {"study": group.title(), "rate": group.rate, "method": group.method}
+                row: Row = {"study": group.title(), "rate": group.rate, "method": group.method}
                 if group.method != GRPO:
                     row |= {"figure": figure} | comparison(group, group.of(GRPO), figure)
                     rows.append(row)

@@ -191,7 +191,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     texts = ["user\n", "assistant\n", "system\n"] * 3000
     for _ in range(3000):
         chain = training_chain(rng, 0)
-        texts += [chain.prompt, demonstrate(rng, chain, TINY, slips=False)]
+        texts += [str(chain.prompt), demonstrate(rng, chain, TINY, slips=False)]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],

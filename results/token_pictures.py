@@ -171,6 +171,8 @@ def draw_picture(parts: dict[str, list[Any]], path: Path) -> None:
     """Draws the first wrong completion under each method, its first wrong token underlined."""
     batches = {credit: own[0] for credit, own in parts.items()}
     first = batches["arca"]
+    if first.rewards.min() > 0:
+        sys.exit("no completion is wrong: try more --problems")
     row = first.rewards.tolist().index(0.0)
     problem = first.problems[row]
     pieces = first.pieces[row]
