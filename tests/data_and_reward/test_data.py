@@ -123,6 +123,8 @@ def test_prompts_alone_are_enough_where_no_reward_needs_an_answer(tmp_path):
     assert {problem.answer for problem in train} == {""}
     with pytest.raises(ValueError, match="no column"):
         load(name)
+    # The numbers that pandas writes before the first column are no answers.
+    assert plain(parse_rows([{"": "0", "prompt": "a"}], "x", None, None, False)) == [("a", "")]
 
 
 CHATS = [
@@ -210,7 +212,7 @@ GOLDS = [
     ("#### 1\n#### 2", "2"), ("so \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
     ("16 apples", "16 apples"), ("\\boxed{1}. Then \\boxed{ 2 }", "2"), (" -1,234 ", "-1,234"),
     ("$12.50", "$12.50"), ("$x = \\boxed{3}$ or $x = \\boxed{5}$", "3, 5"), ("Paris",) * 2,
-    ("x + 1",) * 2, ("13 hours 30 minutes", "13 hours 30 minutes"), ("BC = 5", "BC = 5"), ("2 \\text{ or } 3",) * 2,
+    ("x + 1",) * 2, ("13 hours 30 minutes",) * 2, ("BC = 5",) * 2, ("2 \\text{ or } 3",) * 2,
     ("\\begin{pmatrix} 1 \\\\\n2 \\end{pmatrix}",) * 2, ("not enough information",) * 2,
 ]  # fmt: skip
 NO_GOLDS = [
@@ -277,6 +279,18 @@ def test_of_rows_that_repeat_a_fifth_of_the_problems_is_held_out(tmp_path, token
     train, held_out = encode_problems(tokenizer, train, held_out, None, {}, 999)
     assert len(held_out) == len({problem.prompt for problem in held_out}) == 4
     assert set(Counter(problem.prompt for problem in train).values()) == {10} and len(train) == 160
+
+
+def test_rows_repeat_where_only_their_form_differs(tmp_path):
+    """Text and chats, other keys of messages, white space: to the model it is one prompt."""
+    rows = []
+    for i in range(10):
+        message = {"role": "user", "content": f"What is {i}?"}
+        prompts = [f"What is {i}?", f"What is {i}?\n", [message], [message | {"name": "a"}]]
+        rows += [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+    _, held_out = load(write(tmp_path / "set.jsonl", rows))
+    held_out_texts = {str(data.whole_prompt(p.prompt)[0]["content"]).strip() for p in held_out}
+    assert len(held_out) == len(held_out_texts) == 2
 
 
 def test_a_file_of_one_problem_is_too_small(tmp_path, tokenizer):

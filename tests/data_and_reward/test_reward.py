@@ -41,6 +41,10 @@ BOXES = [
     (r"$\boxed{3}$, $\boxed{4}$, and $\boxed{5}$", "3, 4, 5"), (r"\boxed{3},\boxed{5}", "3, 5"),
     ("$x_1=\\boxed{3}$\nor\n$x_2 = \\boxed{5}$.", "3, 5"), (r"\boxed{3}; \boxed{5}", "3, 5"),
     (r"\boxed{3} \quad \text{or} \quad \boxed{5}", "3, 5"), (r"\boxed{1/2} or \boxed{0.5}", "0.5"),
+    (r"\(x = \boxed{3}\) or \(x = \boxed{5}\)", "3, 5"), (r"**\boxed{3}**, **\boxed{5}**", "3, 5"),
+    (r"$\theta = \boxed{3}$ or $\theta = \boxed{5}$", "3, 5"),
+    (r"\boxed{3} \lor \boxed{5}", "3, 5"), (r"$AB=\boxed{3}$ or $AB=\boxed{5}$", "3, 5"),
+    (r"\boxed{3}. Or \boxed{5}", "5"),
     (r"I got \boxed{3}, but it is \boxed{5}", "5"), (r"\boxed{3} = \boxed{5}", "5"),
     (r"\boxed{2}, \boxed{3} or \boxed{4}? No: \boxed{3} or \boxed{5}", "3, 5"),
 ]  # fmt: skip
@@ -91,13 +95,16 @@ RIGHT = [
     ("－73", "-73"), ("１／２", "0.5"), ("３，４", "4, 3"), ("½", "0.5"), ("2½", r"\frac{5}{2}"),
     ("3⁄4", "0.75"), ("x²+1", "x^2+1"), ("x₁", "x_1"), ("3√15", r"3\sqrt{15}"),
     ("𝑥 ≤ ３", r"x \le 3"), ("(−∞, 3]", r"(-\infty, 3]"), ("(1,2) ∪ (3,4)", r"(1,2)\cup(3,4)"),
-    ("30°", r"30^\circ"),
+    ("30°", r"30^\circ"), (r"\(73\)", "73"), ("*73*", "73"), ("__73__", "73"), ("***73***", "73"),
+    ("x**2 + y**2", "x^2+y^2"), ("2**10", "1024"), ("10⁻³", "0.001"), ("x¹²", "x^{12}"),
+    ("15₁₆", "15_{16}"), ("ln(2)", r"\ln 2"), ("sin(x)", r"\sin x"),
     # a formula of the problem that is the answer
     (r"\dfrac{3}{4}", r"\frac34", r"Which is larger, $\frac34$ or $\frac{2}{3}$?"),
     ("m^2 + n^2 = 17", "17", "Find $m^2+n^2$."),
 ]  # fmt: skip
 WRONG = [
     ("7", "8"), ("", "7"), ("-7", "7"), ("0.33", r"\frac13"), ("0", "0.0000001"),
+    ("0", r"1.6\times10^{-19}"), (r"6.7\times10^{-34}", r"1\times10^{-40}"), ("1e-20", "1e-21"),
     ("12345678901234567890123456789", "12345678901234567890123456788"), ("18.01", "18"),
     ("x" * 501, "7"), (".0000674", ".0000672"), (r"0.\overline{30}", r"\frac13"), ("1e3", "1"),
     # what is left to compute, and numbers side by side
@@ -126,7 +133,8 @@ WRONG = [
     ("3pi/2", r"\frac{\pi}{2}"), ("exp(15)", "e^{16}"), ("2sqrt(2)", r"\sqrt{12}"),
     ("**74**", "73"), ("７４", "73"), ("٧٤", "73"), ("7\u200b4", "73"), ("–73", "73"),
     ("1–73", "73"), ("⅓", "0.5"), ("2½", "1"), ("2½", "21"), ("3²", "32"), ("x²", "x^3"),
-    ("√2", "2"), ("x ≥ 3", r"x \le 3"), ("π", r"2\pi"), ("12‰", "12"),
+    ("√2", "2"), ("2**9", "1024"), ("10⁻²", "0.001"), ("x¹³", "x^{12}"),
+    ("x ≥ 3", r"x \le 3"), ("π", r"2\pi"), ("12‰", "12"),
     # the problem's own formula
     ("99^2+99+1", "9901", "Compute $99^2 + 99 + 1$."), ("x^2+x", "x(x+1)", "Factor $x^2 + x$."),
     ("x^2<4", "(-2,2)", "Find all x with $x^2<4$."), ("x+1=4", "x=3", "Solve $x+1=4$."),
@@ -302,7 +310,19 @@ def test_rewards_may_be_numbers_of_any_kind_and_none_is_no_judgement():
     assert math.isnan(called(returns([1, None]))[1])
 
 
+def exits_later(**_):
+    yield 1.0
+    sys.exit(0)
+
+
+def test_a_reward_function_that_exits_after_its_first_value_is_an_error():
+    """With exit code 0 the run would look finished."""
+    with pytest.raises(RuntimeError, match="the reward function mine has ended the program"):
+        called(exits_later)
+
+
 NO_REWARDS = [
+    [math.nan, 1],
     {"a": 1, "b": 2}, "12", [1.0], [1, 2, 3], [], [1.0, 1e39], [-math.inf, 1], [1j, 1], [1, []],
     [1.0, "x"], None, 1.0, [10**400, 1],
 ]  # fmt: skip
