@@ -45,8 +45,7 @@ SHARED = {
     "lora_target_modules": ("all-linear q_proj down_proj", "nope lm_head"),
     "dataset_name": (
         "chain_arithmetic good.jsonl good.json chats.jsonl table.csv",
-        "missing.jsonl empty.jsonl torn.jsonl columns.jsonl unanswered.jsonl same.jsonl "
-        "bytes.jsonl torn.csv numbers.jsonl lists.jsonl folder.jsonl long.jsonl no_such_set",
+        "missing.jsonl empty.jsonl torn.jsonl columns.jsonl same.jsonl no_such_set",
     ),
     "dataset_config": ("2 8", ""),
     "dataset_train_split": ("train other", ""),
@@ -163,9 +162,9 @@ def test_every_flag_parses(script, place):
 
 def defaults_of(*classes: type) -> dict[str, str]:
     fields = [field for one in classes for field in dataclasses.fields(one)]
-    made = {f.name: f.default_factory for f in fields if f.default is dataclasses.MISSING}
+    lists = {f.name: f.default_factory for f in fields if f.default is dataclasses.MISSING}
     defaults = {f.name: str(f.default) for f in fields}
-    return defaults | {name: str(make()) for name, make in made.items()}
+    return defaults | {name: str(make()) for name, make in lists.items()}
 
 
 def test_defaults_are_trls_or_stand_in_the_table_of_those_that_differ():
@@ -271,22 +270,15 @@ def write_files(folder: Path) -> None:
     problems = few_chains(12, held_out=False)
     rows = [{"problem": p.prompt, "answer": p.answer} for p in problems]
     chats = [row | {"problem": [{"role": "user", "content": row["problem"]}]} for row in rows]
-    files = {
-        "good": rows, "chats": chats, "columns": [{"text": "a", "label": 1}], "empty": [],
-        "unanswered": [{"problem": "a", "answer": ""}], "same": rows[:1] * 9, "lists": [[1, 2]],
-        "numbers": [{"problem": 5, "answer": 6}] * 9,
-        "long": [{"problem": "1 " * 3000, "answer": "1"}, *rows],
-    }  # fmt: skip
+    files = {"good": rows, "chats": chats, "columns": [{"text": "a"}], "empty": [],
+             "same": rows[:1] * 9}  # fmt: skip
     for name, content in files.items():
         text = "".join(json.dumps(row) + "\n" for row in content)
         (folder / f"{name}.jsonl").write_text(text)
+    (folder / "torn.jsonl").write_text(text[:-9])
     (folder / "good.json").write_text(json.dumps(rows))
-    (folder / "torn.jsonl").write_text(json.dumps(rows[0]) + '\n{"problem": "a", "ans\n')
-    (folder / "bytes.jsonl").write_bytes(bytes(range(256)) * 9)
-    cells = "problem,answer\n" + "".join(f'"{p.prompt}",{p.answer}\n' for p in problems)
-    (folder / "table.csv").write_text(cells)
-    (folder / "torn.csv").write_text(cells[:-5] + '\n"')
-    (folder / "folder.jsonl").mkdir()
+    lines = [f'"{p.prompt}",{p.answer}\n' for p in problems]
+    (folder / "table.csv").write_text("problem,answer\n" + "".join(lines))
 
 
 @pytest.fixture
@@ -298,6 +290,7 @@ def fault_of(run_main, monkeypatch, tmp_path):
     """
 
     def fault(script: str, flags: dict[str, str], must_end: bool) -> str:
+        case = f"{script} {flags}: "
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
         write_files(tmp_path)
@@ -308,21 +301,17 @@ def fault_of(run_main, monkeypatch, tmp_path):
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             is_ours = Path(frame.filename).parent in (ROOT, ROOT / "common")
-            is_said = frame.line.startswith("raise") or isinstance(error, OSError | ImportError)
-            if must_end and str(error) and (is_said or not is_ours):
-                return ""
-            return f"{script} {flags}: {error!r}"
+            is_meant = frame.line.startswith("raise") or isinstance(error, OSError | ImportError)
+            is_good = must_end and str(error) != "" and (is_meant or not is_ours)
+            return "" if is_good else f"{case}{error!r}"
         if code != 0:
             is_good = must_end and ".py: error: " in err and "Traceback" not in err
-            return "" if is_good else f"{script} {flags}: {err[-300:]}"
-        if must_end:
-            return f"{script} {flags}: no error"
+            return "" if is_good else case + err[-300:]
         (log,) = tmp_path.rglob("metrics.jsonl")
         rows = [json.loads(line) for line in log.read_text().splitlines()]
-        updates = [row for row in rows if "loss" in row]
-        expected = int((BASE | flags)["max_steps"])
-        is_good = len(updates) == expected and all(None not in row.values() for row in updates)
-        return "" if is_good else f"{script} {flags}: {updates}"
+        updates = [row for row in rows if "loss" in row and None not in row.values()]
+        is_good = not must_end and len(updates) == int((BASE | flags)["max_steps"])
+        return "" if is_good else f"{case}{len(updates)} updates, rows {rows}"
 
     return fault
 

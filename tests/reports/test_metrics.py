@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -65,8 +66,6 @@ def test_concentration_of_credit_is_that_of_a_plain_loop(scale):
         expected = naive_stats(weights[row][is_token].tolist())
         found = [stats["gini"][row].item(), stats["effn"][row].item()]
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True), row
-    equal = weight_stats(torch.ones(1, 11), torch.ones(1, 11, dtype=torch.bool))
-    assert equal == {"gini": 0.0, "effn": 1.0}  # and not -2.5e-17, by rounding
 
 
 def test_figures_of_credit_are_of_completions_that_learn():
@@ -77,14 +76,10 @@ def test_figures_of_credit_are_of_completions_that_learn():
     logp = torch.full((3, 3), -1.0)
     base_logp = logp + torch.tensor([[0.5], [0.0], [9.0]])
     advantages = torch.tensor([1.0, 0.0, 1.0])
-    arguments = (weights, mask, advantages, loss_mask, logp)
-    figures = means(Accelerator(cpu=True), [credit_averages(*arguments, base_logp)])
+    averages = credit_averages(weights, mask, advantages, loss_mask, logp, base_logp)
     k3 = (math.exp(0.5) - 0.5 - 1) / 2
-    assert figures == pytest.approx({"weight_gini": 0.25, "weight_effn": 0.8, "kl": k3})
-    nothing = credit_averages(*arguments, grpo_arca.NOT_SET)
-    assert means(Accelerator(cpu=True), [nothing]) == pytest.approx(
-        {"weight_gini": 0.25, "weight_effn": 0.8}
-    )
+    expected = {"weight_gini": 0.25, "weight_effn": 0.8, "kl": k3}
+    assert means(Accelerator(cpu=True), [averages]) == pytest.approx(expected)
 
 
 # ---- A rollout and an update ---------------------------------------------------------------------
@@ -120,22 +115,21 @@ def test_figures_of_an_update_are_those_of_a_plain_loop(make_run):
     logp = grpo_arca.training_forward(run, micro).detach()
     micro.old_logp = torch.where(micro.mask, logp + 0.5 * fixed_uniforms(*logp.shape) - 0.25, 0.0)
     micro.sampled_logp = micro.old_logp - 0.25 * micro.mask
-    clipped = []  # of each completion, which tokens were
-    for row, is_token in enumerate(micro.mask):
-        ratios = (logp - micro.old_logp)[row][is_token].exp().tolist()
-        is_up = bool(micro.advantages[row] > 0)
-        clipped.append([ratio > 1.3 if is_up else ratio < 0.9 for ratio in ratios])
-    for limit in (1e-6, 1e6):
-        run.args.max_grad_norm = limit
-        figures = grpo_arca.update(run, [micro])
-        assert figures["clipped_gradient"] == (figures["grad_norm"] > limit)
-        assert figures["skipped_update"] == 0
-        if limit == 1e-6:
-            assert figures["clip_fraction"] == pytest.approx(
-                sum(map(sum, clipped)) / micro.mask.sum()
-            )
-            assert figures["clip_fraction_sequence"] == sum(map(any, clipped)) / 6
-            assert figures["sampling_gap"] == pytest.approx(0.25)
+    ratio = (logp - micro.old_logp).exp()
+    is_up = (micro.advantages > 0)[:, None]
+    clipped = (is_up & (ratio > 1.3) | ~is_up & (ratio < 0.9)) & micro.mask
+    expected = {
+        "clip_fraction": (clipped.sum() / micro.mask.sum()).item(),
+        "clip_fraction_sequence": clipped.any(1).float().mean().item(),
+        "sampling_gap": 0.25,
+        "skipped_update": 0.0,
+        "clipped_gradient": 1.0,
+    }
+    run.args.max_grad_norm = 1e-6
+    figures = grpo_arca.update(run, [micro])
+    assert figures == pytest.approx(figures | expected)
+    run.args.max_grad_norm = 1e6
+    assert grpo_arca.update(run, [micro])["clipped_gradient"] == 0
     micro.advantages[0] = math.nan
     before = [p.clone() for p in run.model.parameters()]
     assert grpo_arca.update(run, [micro])["skipped_update"] == 1
@@ -148,13 +142,6 @@ def test_completions_that_were_replaced_are_counted(make_run):
     grpo_arca.collect(make_run(max_resample_times=2, max_completion_length=4), figures)
     assert figures["sampled_completions"] == 24
     assert figures["zero_std_share"] == 1
-
-
-def test_seconds_add_up():
-    figures = {"seconds": 100.0}
-    with timed(figures, "seconds"):
-        pass
-    assert 100 < figures["seconds"] < 101
 
 
 # ---- METRICS.md ----------------------------------------------------------------------------------
@@ -173,34 +160,21 @@ def documented_keys(script: str) -> set[str]:
     return keys
 
 
-class Listener:
-    """Stands in for the log and the bar of a run, and keeps the rows."""
-
-    def __init__(self):
-        self.rows = []
-        self.write = self.rows.append
-
-    def write_completions(self, *_):
-        """Keeps nothing."""
-
-    unpause = write_completions
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_a_run_writes_is_documented_and_what_is_documented_is_written(script, make_run):
     module = importlib.import_module(script)
     run = make_run(module, beta=0.1, max_eval_samples=2, num_generations_eval=2)
     run.reward_funcs |= {"pays": pays}
     run.reward_weights = torch.ones(2, dtype=torch.float64)
-    run.log = run.bar = Listener()
+    run.log = run.bar = mock.Mock()
     figures = {}
     batch = module.collect(run, figures)
-    ((micro,),) = updates = module.micro_batches(run, batch)
-    module.score(run, batch, [micro], figures)
+    (micros,) = module.micro_batches(run, batch)
+    module.score(run, batch, micros, figures)
     with timed(figures, "seconds_update"):
-        figures |= module.update(run, updates[0])
+        figures |= module.update(run, micros)
     module.evaluate(run)
-    written = set(figures) | {f"eval/{name}" for name in run.log.rows[0]["eval"]}
+    written = set(figures) | {f"eval/{name}" for name in run.log.write.call_args.args[0]["eval"]}
     generic = {
         "rewards/accuracy_reward/mean": "rewards/<function>/mean",
         "rewards/pays/mean": "rewards/<function>/mean",

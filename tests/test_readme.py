@@ -1,0 +1,147 @@
+"""The pages: their commands run, and the files, lines, flags and links that they name are there."""
+
+import dataclasses
+import importlib
+import json
+import re
+import shlex
+
+import conftest
+import fork
+import pytest
+from support import ROOT, SCRIPTS, TINY, TINY_RUN, command_line, few_chains, random_batch
+
+import grpo_arca
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[rm]e*/README.md")]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+METHOD, REWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+# What README says of grpo_arca.py's lines, and how each of them begins.
+PLACES = {
+    "formulas (line {})": '"""GRPO',
+    "flags ({})": "# ---- Flags",
+    "what the steps share ({})": "# ---- What the steps",
+    "the method ({})": "# === CREDIT",
+    "the loop with its steps ({})": "# ---- The loop",
+    "Line {} ends the algorithm": "# ---- Rollout",
+    "sampling ({})": "# ---- Rollout",
+    "log-probabilities ({})": "# ---- Policy",
+    "set-up ({})": "# ---- Set-up",
+    "checkpoints ({})": "# ---- Checkpoints",
+    "the command line ({})": "# ---- Command line",
+}
+OTHER_FLAGS = {  # of accelerate, pip and ruff
+    "cpu", "multi_gpu", "num_processes", "num_cpu_threads_per_process", "check", "help", "upgrade",
+}  # fmt: skip
+
+
+def launches() -> list[list[str]]:
+    """Returns script and flags of each `accelerate launch` in the commands of the pages."""
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", "".join(TEXTS.values()), re.DOTALL):
+        for line in block.replace("\\\n", " ").replace("$seed", "1").splitlines():
+            if "accelerate launch" in line:
+                command = shlex.split(line.partition("accelerate launch")[2], comments=True)
+                begin = next(i for i, word in enumerate(command) if word.startswith("grpo_"))
+                found.append([word for word in command[begin:] if word != "..."])
+    return found
+
+
+# ---- Commands and code ---------------------------------------------------------------------------
+def test_the_pages_have_launches_and_their_flags_parse():
+    assert len(launches()) >= 8
+    for script, *flags in launches():
+        module = importlib.import_module(script.removesuffix(".py").replace("mine", "arca"))
+        module.parse_args(flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", launches(), ids=lambda command: " ".join(command)[:60])
+def test_a_launch_trains(command, run_main, tmp_path, monkeypatch):
+    """On the embedded model, in two small steps, and on a file in place of a Hub data set."""
+    (tmp_path / "my.py").write_text(REWARD)
+    chains = few_chains(20, False)
+    rows = [{"problem": p.prompt, "solution": p.answer, "answer": p.answer} for p in chains]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = {"model_name_or_path": TINY, "max_steps": 2}
+    if any("dataset_name" in word for word in command):
+        own["dataset_name"] = "rows.jsonl"
+    small = command_line(TINY_RUN | {"output_dir": "out"} | own)
+    monkeypatch.setattr(conftest, "command_line", lambda _: [*command[1:], *small])
+    code, _, err = run_main()
+    assert code == 0, err
+    assert '"step": 2, "reward"' in (tmp_path / "out/metrics.jsonl").read_text()
+
+
+def test_the_readmes_method_is_what_its_comment_says(tmp_path):
+    (tmp_path / "mine.py").write_text(METHOD)
+    compile(fork.fork(tmp_path / "mine.py"), "grpo_mine.py", "exec")
+    names = {}
+    exec(METHOD, names)
+    assert names["token_scores"](None, random_batch(), {})[0].tolist() == list(range(1, 13))
+
+
+def test_the_readmes_reward_pays_more_for_short_right_answers():
+    names = {}
+    exec(REWARD, names)
+    texts = ["\\boxed{42}", "6 * 7 is \\boxed{42}", "\\boxed{41}"]
+    paid = names["short_and_right"](["6 * 7?"] * 3, texts, ["42"] * 3, other=[1] * 3)
+    assert paid == [1 - 10 / 1000, 1 - 19 / 1000, 0]
+
+
+def test_the_readmes_notebook_names_functions_that_exist():
+    names = re.findall(r"grpo_arca\.(?!py)(\w+)", README)
+    assert set(names) == {"run_to_the_end", "parse_args"} <= vars(grpo_arca).keys()
+
+
+# ---- What pages name -----------------------------------------------------------------------------
+@pytest.mark.parametrize("place", PLACES)
+def test_the_readmes_line_numbers_are_right(place):
+    lines = (ROOT / "grpo_arca.py").read_text().splitlines()
+    numbers = [i for i, line in enumerate(lines, 1) if line.startswith(PLACES[place])]
+    assert place.format(numbers[-1]) in " ".join(README.split())
+
+
+def test_the_readme_has_at_most_200_lines():
+    assert README.count("\n") <= 200
+
+
+def anchors_of(text: str) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_and_files_that_a_page_names_exist(page):
+    folder = (ROOT / page).parent
+    for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = folder / path if path else ROOT / page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors_of(target.read_text(encoding="utf-8")), link
+    folders = "tools|results|tests|common|methods|docs"
+    for name in re.findall(rf"(?<![\w/.])((?:{folders})/[\w/.]+\.[a-z]+)\b", TEXTS[page]):
+        assert (ROOT / name).exists() or name == "methods/mine.py", name
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_flags_that_a_page_names_exist(page):
+    known = set(OTHER_FLAGS)
+    for script in SCRIPTS:
+        known |= {flag.name for flag in dataclasses.fields(importlib.import_module(script).Args)}
+    for program in [*ROOT.glob("tools/*.py"), *ROOT.glob("results/*.py")]:
+        known |= set(re.findall(r'"--(\w+)"', program.read_text(encoding="utf-8")))
+    for method in ROOT.glob("methods/*.py"):
+        known |= set(re.findall(r"(\w+): .*= flag\(", method.read_text(encoding="utf-8")))
+    named = set(re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w-])", TEXTS[page]))
+    assert named - known == set()
+
+
+def test_trls_flags_that_the_page_calls_absent_are():
+    rows = re.findall(r"^\| (`.*?) \|", TEXTS["docs/trl.md"].split("not here:")[1], re.MULTILINE)
+    absent = set(re.findall(r"`(\w+)", " ".join(rows)))
+    assert len(absent) > 30
+    assert absent.isdisjoint(flag.name for flag in dataclasses.fields(grpo_arca.Args))
