@@ -18,7 +18,7 @@ import grpo_arca
 import grpo_oar
 
 
-@pytest.mark.parametrize("weights", ["dense", "quantized"])
+@pytest.mark.parametrize("weights", ["dense", pytest.param("quantized", marks=pytest.mark.slow)])
 def test_the_policy_that_samples_is_the_one_that_is_trained(make_run, weights):
     """An adapter that is merged into bf16 weights would be rounded away while it is small, as in
     the first updates. The change of log-probs that it makes in a rollout has slope and correlation

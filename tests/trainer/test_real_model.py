@@ -49,7 +49,7 @@ def test_what_is_sampled_is_what_is_trained(start, dtype, bound):
     assert gap[batch.mask].mean() < bound
 
 
-@pytest.mark.parametrize(("module", "credit"), METHODS, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(("module", "credit"), METHODS)
 def test_every_method_makes_an_update(start, module, credit):
     """On whatever the model wrote, as if some of it were better."""
     run = start(module, credit=credit, dtype="bfloat16", max_completion_length=40)

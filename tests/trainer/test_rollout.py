@@ -76,7 +76,11 @@ def test_greedy_decoding_equals_transformers(make_run, weights):
 
 @pytest.mark.parametrize(
     ("weights", "targets"),
-    [("dense", "all-linear"), ("quantized", "all-linear"), ("dense", "q_proj")],
+    [
+        ("dense", "all-linear"),
+        ("dense", "q_proj"),
+        pytest.param("quantized", "all-linear", marks=pytest.mark.slow),
+    ],
 )
 def test_sampled_log_probs_are_the_stock_models_whatever_is_sampled_together(
     make_run, monkeypatch, weights, targets
