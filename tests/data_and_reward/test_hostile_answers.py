@@ -141,7 +141,7 @@ def at_most_20_seconds():
 @pytest.mark.parametrize("unit", LONG)
 def test_a_long_answer_takes_no_quadratic_time(unit, at_most_20_seconds):
     """A policy that repeats itself in a box must not hold the trainer, which no limit ends."""
-    assert last_boxed(box(unit * (100_000 // len(unit)) + "!")) is not None
+    last_boxed(box(unit * (100_000 // len(unit)) + "!"))
     for longest in ("12 " + unit * (480 // len(unit)) + "!", unit * (480 // len(unit))):
         for problem in ("How many apples and cm?", unit * 200):
             answers.settle(longest, "7", problem)
