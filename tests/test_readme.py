@@ -58,20 +58,17 @@ def test_the_pages_have_launches_and_their_flags_parse():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", launches(), ids=lambda command: " ".join(command)[:60])
-def test_a_launch_trains(command, run_main, tmp_path, monkeypatch):
-    """On the embedded model, in two small steps, and on a file in place of a Hub data set."""
+def test_a_launch_trains(command, run_main, rows_of, tmp_path, monkeypatch):
+    """On the embedded model, in two small steps, and on a small file."""
     (tmp_path / "my.py").write_text(REWARD)
     chains = few_chains(20, False)
     rows = [{"problem": p.prompt, "solution": p.answer, "answer": p.answer} for p in chains]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    own = {"model_name_or_path": TINY, "max_steps": 2}
-    if any("dataset_name" in word for word in command):
-        own["dataset_name"] = "rows.jsonl"
-    small = command_line(TINY_RUN | {"output_dir": "out"} | own)
+    small = {"model_name_or_path": TINY, "dataset_name": "rows.jsonl", "output_dir": "out"}
+    small = command_line(TINY_RUN | {"max_steps": 2} | small)
     monkeypatch.setattr(conftest, "command_line", lambda _: [*command[1:], *small])
-    code, _, err = run_main()
-    assert code == 0, err
-    assert '"step": 2, "reward"' in (tmp_path / "out/metrics.jsonl").read_text()
+    assert run_main()[0] == 0
+    assert len(rows_of()) == 2
 
 
 def test_the_readmes_method_is_what_its_comment_says(tmp_path):
@@ -91,8 +88,8 @@ def test_the_readmes_reward_pays_more_for_short_right_answers():
 
 
 def test_the_readmes_notebook_names_functions_that_exist():
-    names = re.findall(r"grpo_arca\.(?!py)(\w+)", README)
-    assert set(names) == {"run_to_the_end", "parse_args"} <= vars(grpo_arca).keys()
+    names = set(re.findall(r"grpo_arca\.(?!py)(\w+)", README))
+    assert names == {"run_to_the_end", "parse_args"} <= vars(grpo_arca).keys()
 
 
 # ---- What pages name -----------------------------------------------------------------------------
@@ -107,21 +104,12 @@ def test_the_readme_has_at_most_200_lines():
     assert README.count("\n") <= 200
 
 
-def anchors_of(text: str) -> set[str]:
-    """Returns the anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 @pytest.mark.parametrize("page", TEXTS)
 def test_links_and_files_that_a_page_names_exist(page):
     folder = (ROOT / page).parent
     for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
-        if not link.startswith("http"):
-            path, _, anchor = link.partition("#")
-            target = folder / path if path else ROOT / page
-            assert target.exists(), link
-            assert not anchor or anchor in anchors_of(target.read_text(encoding="utf-8")), link
+        path = link.partition("#")[0] or "."
+        assert link.startswith("http") or (folder / path).exists(), link
     folders = "tools|results|tests|common|methods|docs"
     for name in re.findall(rf"(?<![\w/.])((?:{folders})/[\w/.]+\.[a-z]+)\b", TEXTS[page]):
         assert (ROOT / name).exists() or name == "methods/mine.py", name

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator
-from support import ROOT, SCRIPTS, fixed_uniforms, random_batch
+from support import ROOT, SCRIPTS, fixed_uniforms, metrics_of, random_batch
 
 import grpo_arca
 from common.metrics import (
@@ -188,33 +188,26 @@ def test_what_a_run_writes_is_documented_and_what_is_documented_is_written(scrip
 
 # ---- The log -------------------------------------------------------------------------------------
 def open_log(folder, resume_step: int = 0, **config) -> RunLog:
-    config = {
-        "output_dir": str(folder),
-        "metric_for_best_model": None,
-        "num_generations": 2,
-    } | config
-    return RunLog(Accelerator(cpu=True), config, resume_step)
-
-
-def rows_in(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    flags = {"output_dir": str(folder), "metric_for_best_model": None, "num_generations": 2}
+    return RunLog(Accelerator(cpu=True), flags | config, resume_step)
 
 
 def test_the_log_is_strict_json_and_a_tracker_gets_the_same(tmp_path, monkeypatch):
     log = open_log(tmp_path, seed=3)
-    tracked = []
-    monkeypatch.setattr(
-        log.accelerator, "log", lambda figures, step: tracked.append((step, figures))
-    )
+    tracker = mock.Mock()
+    monkeypatch.setattr(log.accelerator, "log", tracker)
     log.write({"step": 0, "eval": {"sampled_accuracy": 1 / 3}})
     log.write({"step": 1, "loss": math.nan, "reward": math.inf, "skipped_update": 1.0})
     rows = [
         {"step": 0, "eval": {"sampled_accuracy": 0.333333}},
         {"step": 1, "loss": None, "reward": None, "skipped_update": 1.0},
     ]
-    assert rows_in(tmp_path / "metrics.jsonl") == log.rows == rows
+    assert metrics_of(tmp_path) == log.rows == rows
     update = {"loss": None, "reward": None, "skipped_update": 1.0}
-    assert tracked == [(0, {"eval/sampled_accuracy": 0.333333}), (1, update)]
+    assert tracker.mock_calls == [
+        mock.call({"eval/sampled_accuracy": 0.333333}, 0),
+        mock.call(update, 1),
+    ]
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["seed"] == 3
     assert config["environment"]["versions"]["torch"] == torch.__version__
@@ -229,9 +222,9 @@ def test_a_resumed_log_keeps_what_came_before_the_checkpoint(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "ev')
     resumed = open_log(tmp_path, resume_step=2)
-    places = [(row["step"], "eval" in row) for row in rows_in(tmp_path / "metrics.jsonl")]
+    places = [(row["step"], "eval" in row) for row in resumed.rows]
     assert places == [(0, True), (1, False), (1, True), (2, False)]
-    assert resumed.rows == rows_in(tmp_path / "metrics.jsonl")
+    assert metrics_of(tmp_path) == resumed.rows
     assert open_log(tmp_path).rows == []
 
 
@@ -244,11 +237,3 @@ def test_the_best_evaluation_is_the_first_with_the_highest_figure(tmp_path):
                 {"step": step, "eval": {"sampled_accuracy": accuracy, "rewards/mine": reward}}
             )
         assert log.best_step == expected
-
-
-def test_ten_skipped_updates_in_a_row_are_a_divergence(tmp_path):
-    log = open_log(tmp_path)
-    for step, skipped in enumerate([1.0] * 9 + [0.0] + [1.0] * 10):
-        assert not log.has_diverged()
-        log.write({"step": step, "skipped_update": skipped})
-    assert log.has_diverged()

@@ -135,8 +135,7 @@ def test_the_group_is_the_first_whose_rewards_differ_with_its_best_and_worst(tmp
     rewards = [1, 1, 1, 1, 0.5, float("nan"), 0.75, 0.25, 0, 1, 0, 1]
     completions = [completion_of(str(row), row, reward) for row, reward in enumerate(rewards)]
     (group,), _ = page_of(tmp_path, completions[::-1])
-    assert [c["reward"] for c in group["completions"]][:3] == [0.75, 0.5, 0.25]
-    assert len(group["completions"]) == 4
+    assert [str(c["reward"]) for c in group["completions"]] == ["0.75", "0.5", "0.25", "nan"]
     assert page_of(tmp_path, completions[:4])[0] == []
 
 
@@ -147,10 +146,12 @@ def hostile_page(path: Path, texts: list[str], title: str) -> str:
     groups = []
     for text in texts:
         completion = {"reward": 1.0, "advantage": 0.5, "truncated": False}
-        completion["tokens"] = [facts | {"text": text}]
-        message = {"role": text, "content": text}
-        group = {"messages": [message] * 2, "answer": text, "step": text, "size": 1}
-        groups.append(group | {"is_uniform": False, "completions": [completion]})
+        group = {
+            "messages": [{"role": text, "content": text}] * 2, "answer": text, "step": text,
+            "size": 1, "is_uniform": False,
+            "completions": [completion | {"tokens": [facts | {"text": text}]}],
+        }  # fmt: skip
+        groups.append(group)
     report.write_credit_page(path, title, groups)
     return path.read_text(encoding="utf-8")
 

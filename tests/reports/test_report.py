@@ -5,37 +5,26 @@ import re
 import subprocess
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import tqdm.std
-from support import ROOT, TINY, TINY_RUN, command_line, few_chains
+from support import ROOT, TINY, TINY_RUN, command_line, few_chains, metrics_of
 
 import grpo_arca
 from common import report
 from common.reward import GRADER
 
+METRICS = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
+WEIGHTS = {2: "out/adapter"}  # of the last step; no other step's are saved
 SHORT_RUN = {"max_steps": 2, "eval_steps": 1, "max_eval_samples": 4, "max_completion_length": 64}
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock for bars, on which an update takes a second and an evaluation 1,000."""
-    now = [0.0]
-
-    def ticking(function, seconds):
-        def timed(*arguments):
-            now[0] += seconds
-            return function(*arguments)
-
-        return timed
-
-    monkeypatch.setattr(tqdm.std, "time", lambda: now[0])
-    monkeypatch.setattr(grpo_arca, "update", ticking(grpo_arca.update, 1))
-    monkeypatch.setattr(grpo_arca, "eval_metrics", ticking(grpo_arca.eval_metrics, 1000))
-
-
-@pytest.mark.usefixtures("clock")
-def test_a_run_says_what_it_does_and_leaves_what_it_found(run_main, tmp_path):
+def test_a_run_says_what_it_does_and_leaves_what_it_found(run_main, tmp_path, monkeypatch):
+    """By the clock of the bar an evaluation takes 1,000 seconds, and all else none."""
+    evaluate = mock.Mock(wraps=grpo_arca.eval_metrics)
+    monkeypatch.setattr(grpo_arca, "eval_metrics", evaluate)
+    monkeypatch.setattr(tqdm.std, "time", lambda: 1000.0 * evaluate.call_count)
     code, out, err = run_main(**SHORT_RUN)
     assert code == 0
     folder = tmp_path / "out"
@@ -45,19 +34,17 @@ def test_a_run_says_what_it_does_and_leaves_what_it_found(run_main, tmp_path):
     assert first.startswith(f"arca on {TINY}: trains 28 of 29 linear layers, 90,112 of ")
     assert second == "40 problems, 4 held out, into out"
     assert [line.split(",")[0] for line in lines[:3]] == ["step    0", "step    1", "step    2"]
-    assert re.findall(r" 2/2 \[(\d\d:\d\d)<", err)[-1] == "00:02"  # without the evaluations
+    assert re.findall(r" 2/2 \[(\d\d:\d\d)<", err)[-1] == "00:00"
 
     # The summary and its table.
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [row["eval"] for row in rows if "eval" in row]
+    evaluations = [row["eval"] for row in metrics_of(folder) if "eval" in row]
     accuracies = [evaluation["sampled_accuracy"] for evaluation in evaluations]
     best = accuracies.index(max(accuracies))
     summary = json.loads((folder / "summary.json").read_text())
-    weights = {2: "out/adapter"}.get(best)  # no other step's were saved
     assert summary == {
         "before": evaluations[0],
         "after": evaluations[2],
-        "best": {"step": best, "sampled_accuracy": max(accuracies), "weights": weights},
+        "best": {"step": best, "sampled_accuracy": max(accuracies), "weights": WEIGHTS.get(best)},
         "steps": 2,
     }
     before, after = (100 * accuracies[i] for i in (0, 2))
@@ -93,10 +80,8 @@ def test_curves_are_those_of_the_log(tmp_path, monkeypatch):
     assert pale.get_ydata().tolist() == [float(step == 15) for step in range(1, 41)]
     smooth = [0.2 * (13 <= step <= 17) for step in range(1, 41)]
     assert bold.get_ydata().tolist() == pytest.approx(smooth)
-    page = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
-    for keys in report.PANELS.values():
-        documented = [f"`{key.replace('accuracy_reward', '<function>')}`" in page for key in keys]
-        assert all(documented), keys
+    for key in re.findall(r"'([a-z_/]+)'", str([*report.PANELS.values()])):
+        assert f"| `{key.replace('accuracy_reward', '<function>')}` |" in METRICS
 
 
 @pytest.mark.slow
@@ -107,5 +92,4 @@ def test_the_terminal_shows_no_librarys_warnings(tmp_path):
     done = subprocess.run([sys.executable, *launch, *flags], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = [line for line in re.split("[\r\n]", done.stderr) if line.strip()]
-    assert [line for line in said if "it/s" not in line and "s/it" not in line] == []
-    assert "Loading weights" not in done.stderr
+    assert [line for line in said if "/3 [" not in line] == []
