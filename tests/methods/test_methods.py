@@ -1,0 +1,257 @@
+"""The files of methods/, each against its formula in float64, one completion or token at a time."""
+
+import functools
+import sys
+from types import ModuleType, SimpleNamespace
+
+import fork as fork_tool
+import numpy as np
+import pytest
+import torch
+from support import (
+    ROOT,
+    TINY,
+    fixed_uniforms,
+    fork_case,
+    problems_of,
+    random_batch,
+    run_forks,
+    sample,
+)
+from test_style import first_difference
+
+import grpo_arca
+from common.data import encode_prompt
+
+SCRIPTS = {path.stem: fork_tool.fork(path) for path in sorted((ROOT / "methods").glob("*.py"))}
+
+
+@functools.cache
+def load(name: str) -> ModuleType:
+    """Returns the script that a method makes, as a module."""
+    module = ModuleType(f"grpo_{name}")
+    module.__file__ = str(ROOT / f"grpo_{name}.py")
+    sys.modules[module.__name__] = module  # dataclasses look there
+    exec(SCRIPTS[name], vars(module))
+    return module
+
+
+def credited(name: str, **flags) -> tuple:
+    """Returns a run, its rollout of two groups of four, and its micro-batches with their credit.
+
+    Completion 7 has no advantage and is in no micro-batch. The methods that would ask the policy
+    what it does when it knows the answer get noise instead.
+    """
+    batch = random_batch(load(name))
+    batch.sampled_logp = 3 * batch.old_logp
+    batch.scores = 10 * (batch.old_logp - batch.base_logp)
+    batch.old_logp = batch.sampled_logp - 0.4 * batch.scores  # an update has changed the policy
+    batch.advantages = torch.tensor([1.5, -0.5, 0.7, -1.2, -0.3, 0.4, -2.0, 0.0])
+    batch.hidden = fixed_uniforms(8, 12, 5) - 0.5
+    run = SimpleNamespace(
+        args=load(name).Args(num_generations=4, **flags),
+        policy=lambda micro: (micro.sampled_logp, micro.hidden[:, : micro.mask.shape[1]]),
+        rollout=3,
+        step=5,
+        update_size=8,
+    )
+    micros = [batch.select(torch.tensor(rows)) for rows in ([0, 2, 5], [1, 3, 4, 6])]
+    for micro in micros:
+        if name not in ("oppo", "rlsd"):
+            micro.scores = load(name).token_scores(run, micro, {}) * micro.mask
+    load(name).assign_credit(run, batch, micros, {})
+    return run, batch, micros
+
+
+def rows_of(*micros) -> list[SimpleNamespace]:
+    """Returns what is known of each completion, without padding and in float64."""
+    rows = []
+    for micro in micros:
+        for i, n in enumerate(micro.mask.sum(1).tolist()):
+            row = SimpleNamespace(
+                group=int(micro.rows[i]) // 4,
+                reward=micro.rewards[i].item(),
+                advantage=micro.advantages[i].item(),
+            )
+            for name in ("sampled_logp", "entropy", "scores", "credit", "weights", "hidden"):
+                setattr(row, name, getattr(micro, name)[i, :n].double().numpy())
+            rows.append(row)
+    return rows
+
+
+# ---- The formulas: a completion and all completions -> credit of its tokens ----------------------
+def taco(row, rows):
+    risk = -row.sampled_logp - row.entropy + np.log(0.4)
+    return 1 - 0.9 * (row.advantage > 0) * (1 - np.exp(-risk.clip(min=0)))
+
+
+def stare(row, rows):
+    logps = np.sort(np.hstack([x.sampled_logp for x in rows if x.advantage * row.advantage > 0]))
+    highest = logps[int(np.ceil(0.1 * len(logps))) - 1]
+    return np.where(row.sampled_logp <= highest, 1.1 if row.advantage > 0 else 0.9, 1.0)
+
+
+def entropy_mask(row, rows):
+    entropies = np.sort(np.concatenate([x.entropy for x in rows]))
+    return (row.entropy >= entropies[-round(0.2 * len(entropies))]).astype(float)
+
+
+def rlsd(row, rows):
+    """In step 5 of 10, half of the share .5 is left."""
+    return 0.75 + 0.25 * np.exp(np.sign(row.advantage) * row.scores).clip(0.8, 1.2)
+
+
+def oppo(row, rows):
+    mean = np.mean([x.reward for x in rows if x.group == row.group])
+    change = np.diff(1 / (1 + np.exp(-np.cumsum([np.log(mean / (1 - mean)), *row.scores]))))
+    return np.where(change * row.advantage > 0, change, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "formula", "flags"),
+    [
+        ("taco", taco, {"tail_alpha": 0.4}),
+        ("stare", stare, {"stare_variant": "C2", "target_entropy": 9.0}),
+        ("entropy_mask", entropy_mask, {}),
+        ("rlsd", rlsd, {"rlsd_lambda_decay_steps": 10}),
+        ("oppo", oppo, {}),
+    ],
+)
+def test_credit_is_the_formula_and_weights_are_its_shares(name, formula, flags):
+    _, batch, micros = credited(name, **flags)
+    for row in rows_of(*micros):
+        expected = formula(row, rows_of(batch))
+        np.testing.assert_allclose(row.credit, expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(row.weights * abs(expected).mean(), abs(expected), atol=1e-4)
+
+
+def test_delta_weighs_tokens_by_the_side_that_they_belong_to():
+    _, batch, micros = credited("delta", delta_high=1.5)
+    rows = rows_of(*micros)
+    a = np.concatenate([np.full(len(row.credit), row.advantage) for row in rows])
+    g = np.concatenate([(1 - np.exp(row.sampled_logp))[:, None] * row.hidden for row in rows])
+
+    def margins(weights):
+        right = np.average(g[a > 0], axis=0, weights=weights[a > 0])
+        wrong = np.average(g[a < 0], axis=0, weights=weights[a < 0])
+        return np.sign(a) * (((g - wrong) ** 2).sum(1) - ((g - right) ** 2).sum(1))
+
+    first = margins(abs(a))
+    deviation = np.where(a > 0, first[a > 0].std(), first[a < 0].std())
+    second = margins(abs(a) / (1 + np.exp(-first / deviation)))
+    weights = 0.8 + 0.7 / (1 + np.exp(-second / deviation))
+    weights = np.append(weights, [0.8] * int(batch.mask[7].sum()))  # without an advantage
+    weights = (weights / weights.mean())[: len(a)]
+    np.testing.assert_allclose(np.concatenate([row.credit for row in rows]), weights, rtol=1e-4)
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["right", "wrong"])
+def test_ctpo_has_the_authors_loss_and_gradient(part):
+    run, _, micros = credited("ctpo")
+    logp = micros[part].sampled_logp.requires_grad_()
+    loss, _ = load("ctpo").policy_loss(run, micros[part], logp, micros[part].old_logp)
+    total = torch.zeros(())
+    for i, n in enumerate(micros[part].mask.sum(1).tolist()):
+        change = (logp - micros[part].old_logp)[i, :n]
+        log_r = change.detach().cumsum(0) + change - change.detach()
+        root = torch.arange(1, n + 1).sqrt()
+        ratios = torch.stack((log_r, log_r.clamp(-0.025 * root, 0.05 * root))).exp()
+        values = (-micros[part].advantages[i] * ratios).amax(0)
+        if part == 1:  # no advantage is above 0
+            values = values.minimum(-micros[part].advantages[i] * (0.05 * root).exp())
+        total = total + values.mean() / 8
+    expected = torch.autograd.grad(total, logp)
+    torch.testing.assert_close(torch.autograd.grad(loss, logp), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_ctpos_clip_range_grows_with_the_root_of_the_position():
+    bounds = torch.stack(credited("ctpo")[2][0].bounds)[:, 0, [0, 3, 8]]  # of tokens 1, 4 and 9
+    assert bounds.tolist() == [
+        pytest.approx([0.975310, 0.951229, 0.927743], abs=1e-6),
+        pytest.approx([1.051271, 1.105171, 1.161834], abs=1e-6),
+    ]
+
+
+def test_fipo_weighs_by_the_discounted_future():
+    run, _, micros = credited("fipo", fipo_decay_rate=3.0, fipo_low=0.8, fipo_safety_threshold=1.2)
+    for micro in micros:
+        log_ratio = micro.sampled_logp - micro.old_logp
+        _, advantages = load("fipo").surrogate_terms(run.args, micro, log_ratio)
+        for i, t in micro.mask.nonzero().tolist():
+            future = log_ratio[i, t:].double().numpy()
+            highest = 1.0 if micro.advantages[i] < 0 and future[0] > np.log(1.2) else 1.2
+            factor = np.exp((0.5 ** (np.arange(len(future)) / 3) * future).sum()).clip(0.8, highest)
+            assert advantages[i, t].item() == pytest.approx(micro.advantages[i].item() * factor)
+
+
+@pytest.mark.parametrize(("name", "clip"), [("oppo", 1.0), ("rlsd", 99.0)])
+@pytest.mark.parametrize(("told", "answers"), [("right", "78"), ("wrong", "87")])
+def test_evidence_is_what_the_answer_changes(make_run, name, clip, told, answers):
+    """The truth is transformers' model. Told wrong, one hears the answer of the other problem."""
+    run = make_run(load(name), told=told)  # its adapter is random
+    run.train_set = [p._replace(answer="78"[i]) for i, p in enumerate(problems_of(run, 2))]
+    batch = sample(run, run.train_set, fixed_uniforms(2, 24))
+    evidence = load(name).token_scores(run, batch, {})
+    for i, tokens in enumerate(batch.completion_ids):
+        prompt = f"{run.train_set[i].prompt} The answer is {answers[i]}."
+        ids = torch.tensor([encode_prompt(run.tokenizer, prompt) + tokens])
+        logp = run.model(input_ids=ids).logits[0, -len(tokens) - 1 : -1].detach().log_softmax(-1)
+        gain = logp[range(len(tokens)), tokens] - batch.sampled_logp[i, : len(tokens)]
+        torch.testing.assert_close(
+            evidence[i, : len(tokens)], gain.clamp(-clip, clip), rtol=0, atol=2e-4
+        )
+
+
+# ---- What all have in common ---------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("taco", {"tail_suppression": 0.0}),
+        ("stare", {"target_entropy": 0.0}),
+        ("stare", {"amplification": 1.0, "target_entropy": 9.0}),
+        ("rlsd", {"rlsd_lambda": 0.0}),
+        ("entropy_mask", {"kept_share": 1.0}),
+        ("ctpo", {}),
+        ("fipo", {}),
+    ],
+)
+def test_the_first_update_is_grpos_to_the_bit_where_the_docstring_says_so(name, flags):
+    run, batch, micros = credited(name, **flags)
+    for micro in micros:
+        logp = micro.sampled_logp.clone().requires_grad_()
+        loss, _ = load(name).policy_loss(run, micro, logp, logp.detach())
+        grpo, _ = grpo_arca.policy_loss(run, batch.select(micro.rows), logp, logp.detach())
+        assert torch.equal(*(torch.autograd.grad(x, logp)[0] for x in (loss, grpo)))
+
+
+BUSY = {  # flags with which many credits of this batch differ
+    "taco": {"tail_alpha": 0.5}, "stare": {"target_entropy": 9.0, "surprising_share": 0.5},
+    "entropy_mask": {"kept_share": 0.5}, "fipo": {"fipo_low": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_shuffled_control_has_the_same_terms_in_another_order(name):
+    terms = []
+    for credit in (name, "shuffled"):
+        run, _, micros = credited(name, credit=credit, **BUSY.get(name, {}))
+        log_ratio = 0.1 * (micros[0].sampled_logp - micros[0].old_logp)
+        both = load(name).surrogate_terms(run.args, micros[0], log_ratio)
+        terms.append(torch.stack(both)[:, 0])  # of the first completion
+    torch.testing.assert_close(terms[0].sort(1).values, terms[1].sort(1).values)
+    assert not torch.equal(*terms)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_fork_differs_from_grpo_arca_in_docstring_and_credit_regions_alone(name):
+    assert first_difference((ROOT / "grpo_arca.py").read_text(), SCRIPTS[name]) is None
+
+
+@pytest.mark.slow
+def test_every_fork_trains_two_updates_of_a_rollout(tmp_path):
+    cases = []
+    for name in SCRIPTS:
+        script = tmp_path / f"grpo_{name}"
+        script.with_suffix(".py").write_text(SCRIPTS[name])
+        cases.append(fork_case(tmp_path / name, str(script), model_name_or_path=TINY, max_steps=2))
+    assert run_forks(tmp_path, cases) == ["0"] * len(SCRIPTS)
