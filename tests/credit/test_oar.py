@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from peft.utils.integrations import dequantize_bnb_weight
 from support import TINY, random_batch, trained, unscored
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 import grpo_oar
 from common.metrics import weight_stats
@@ -171,19 +171,39 @@ def compare(run, batch, naive, tolerance: float, rounding: float = 0.0) -> None:
 
 
 # ---- Scores --------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def gemma2(tmp_path_factory) -> str:
+    """The folder of a random model with windows, whose logits are capped where they are large."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=448, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, query_pre_attn_scalar=8, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=2.0,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config)
+    model.get_input_embeddings().weight.data *= 30
+    folder = str(tmp_path_factory.mktemp("gemma2"))
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("mode", "budget", "weights"),
+    ("mode", "budget", "weights", "family"),
     [
-        ("last", 500, "dense"),
-        pytest.param("answer_mean", 16384, "quantized", marks=pytest.mark.slow),
-        pytest.param("answer_joint", 1, "dense", marks=pytest.mark.slow),
+        ("last", 500, "dense", "tiny"),
+        pytest.param("answer_mean", 16384, "quantized", "gemma2", marks=pytest.mark.slow),
+        pytest.param("answer_joint", 1, "dense", "tiny", marks=pytest.mark.slow),
     ],
 )
-def test_oar_p_equals_whole_forwards(make_run, mode, budget, weights):
-    """Prefixes from the cache against a whole forward for each token; with few rows at a time."""
+def test_oar_p_equals_whole_forwards(make_run, gemma2, mode, budget, weights, family):
+    """Prefixes from the cache against a whole forward for each token; with few rows at a time.
+
+    The mean of an answer's logits is that of capped ones.
+    """
     run = make_run(
         grpo_oar, credit="oar_p", oar_answer_mode=mode, temperature=0.7, rollout_weights=weights,
-        oar_max_tokens_per_micro_batch=budget,
+        oar_max_tokens_per_micro_batch=budget, model=gemma2 if family == "gemma2" else TINY,
     )  # fmt: skip
     batch = make_batch([tokens(parts) for parts in COMPLETIONS])
     metrics = score(run, batch)
