@@ -18,7 +18,8 @@ from process_worker import CASES, LOSSES
 from safetensors.torch import load_file
 from support import ROOT, TINY_RUN, VARIETY, command_line, refusal
 
-UNEQUAL = ("seconds", "tokens_per_second", "peak_memory", "reward_timeouts")  # names' beginnings
+# Times, memory, and tokens computed, of which some are padding: beginnings of names
+UNEQUAL = ("seconds", "tokens_per_second", "peak_memory", "reward_timeouts", "credit_")
 
 
 def launch(processes: int, *command: str, cwd=ROOT) -> None:
