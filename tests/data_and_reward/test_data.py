@@ -491,6 +491,7 @@ def test_the_beginning_of_an_answer_stays_open(tokenizer):
     assert data.reply_text(tokenizer, chat[:1], ids, stop) == " me. \\boxed{2}"
 
 
+@pytest.mark.slow
 def test_a_run_on_beginnings_trains_and_shows_rewards_the_whole_answer(run_main, tmp_path):
     rows = []
     for row in ROWS[:20]:

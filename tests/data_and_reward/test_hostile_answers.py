@@ -108,6 +108,7 @@ def test_a_stopped_worker_has_no_less_time_for_a_verdict(fresh):
     assert fresh._worker is worker
 
 
+@pytest.mark.slow
 def test_a_batch_of_endless_answers_has_a_limit(fresh, monkeypatch):
     monkeypatch.setattr(reward, "MAX_TIMEOUTS", 1)
     timeouts = fresh.timeouts
@@ -157,6 +158,7 @@ def test_a_worker_that_died_while_idle_costs_nothing(fresh):
     assert fresh.timeouts == timeouts
 
 
+@pytest.mark.slow
 def test_an_answer_whose_worker_dies_twice_earns_0(fresh, monkeypatch):
     """As when the machine's memory is full."""
     started = []
@@ -186,6 +188,7 @@ def test_memory_of_a_worker_is_limited(fresh):
     assert fresh._worker is worker
 
 
+@pytest.mark.slow
 def test_an_interrupted_grade_leaves_no_reply_behind(fresh):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     os.kill(fresh._worker.pid, signal.SIGSTOP)  # it takes the pair and never answers

@@ -188,7 +188,10 @@ def real(name: str) -> list[tuple[str, Problem]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["math500.jsonl", "gsm8k_test.jsonl", "gsm8k_train.jsonl"])
+LARGE = pytest.param("gsm8k_train.jsonl", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["math500.jsonl", "gsm8k_test.jsonl", LARGE])
 def test_solutions_of_real_problems_are_right(name):
     texts, problems = zip(*real(name), strict=True)
     grades = GRADER.grade(texts, problems)
@@ -391,6 +394,7 @@ def test_ready_made_functions_of_trl_run_unchanged():
     assert called(overlong, texts=("xxxxx", "x")) == [-1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_exits_ends_the_run_with_an_error(run_main, tmp_path):
     (tmp_path / "quits_of_test_reward.py").write_text("import sys\ndef f(**_):\n    sys.exit(0)\n")
     with pytest.raises(RuntimeError, match="the reward function f has ended the program"):
