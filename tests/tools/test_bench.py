@@ -1,244 +1,112 @@
-"""The bench runs through, on a shape small enough for a CPU."""
+"""tools/bench.py: what it measures, in which order, and against what."""
 
 import json
+import sys
+from pathlib import Path
 
 import bench
 import pytest
-import torch
-from accelerate.state import AcceleratorState
-from support import TINY, random_batch
-from transformers import AutoTokenizer
+from support import TINY_RUN, command_line
 
-import grpo_arca
-import grpo_oar
+# Stands in for a script: a run whose warm-up is slow, in a checkout that has its own speed.
+SCRIPT = """
+import json, pathlib, sys
+seconds = float(pathlib.Path("speed.txt").read_text())
+out = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+out.mkdir()
+with open(out / "metrics.jsonl", "w") as file:
+    print(json.dumps({"step": 0, "eval": {"sampled_accuracy": 0.5}}), file=file)
+    for factor in (100, 1, 3):
+        row = {"seconds_rollout": 4, "seconds_score": 0, "seconds_credit": 1, "seconds_update": 5}
+        row = {name: seconds * factor * value for name, value in row.items()}
+        print(json.dumps(row | {"rollout_tokens": 80, "peak_memory_gb": factor}), file=file)
+print(seconds, *sys.argv[1:], file=open("calls.txt", "a"))
+"""
+
+
+@pytest.fixture
+def checkouts(tmp_path, monkeypatch) -> tuple[Path, Path]:
+    """Two checkouts with a script, the second one twice as fast; the bench belongs to the first."""
+    for name, seconds in {"here": "2", "there": "1"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "script.py").write_text(SCRIPT)
+        (tmp_path / name / "speed.txt").write_text(seconds)
+    monkeypatch.setattr(bench, "ROOT", tmp_path / "here")
+    return tmp_path / "here", tmp_path / "there"
+
+
+def test_figures_are_means_of_the_updates_after_the_warm_up(checkouts):
+    here, _ = checkouts
+    contender = bench.Contender("x", here, [sys.executable, "script.py", "--a"], "x")
+    found = bench.measure(contender, ["--b"], warmup=1)
+    expected = {"rollout": 16, "score": 0, "credit": 4, "update": 20, "step": 40}
+    assert found == expected | {"tokens/s": 80 / 16, "peak GiB": 3}
+    assert (here / "calls.txt").read_text().startswith("2.0 --a --b --output_dir ")
+
+
+def test_another_checkout_runs_in_turn_and_ratios_are_to_it(checkouts, monkeypatch, capsys):
+    here, there = checkouts
+    argv = ["bench.py", "script.py --a", "script.py", "--against", str(there), "--repeats", "2"]
+    order = []
+    measure = bench.measure
+
+    def noted_measure(contender, *rest):
+        order.append(contender.name)
+        return measure(contender, *rest)
+
+    monkeypatch.setattr(bench, "measure", noted_measure)
+    monkeypatch.setattr(sys, "argv", [*argv, "--output", str(here / "f.json"), "--", "--seed=2"])
+    bench.main()
+    names = ["script.py --a, there", "script.py --a", "script.py, there", "script.py"]
+    assert order == [*names, *names[::-1]]
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("| method | step / reference's | rollout / reference's | update / ")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[0] for row in rows] == names
+    assert [row[1] for row in rows] == ["1.000 (1.000 - 1.000)", "2.000 (2.000 - 2.000)"] * 2
+    assert [row[4] for row in rows] == ["20.00", "40.00"] * 2
+    calls = (there / "calls.txt").read_text()
+    assert "1.0 --a --learning_rate 1e-5 " in calls
+    assert " --max_steps 4 --seed=2 --output_dir " in calls
+    assert len(json.loads((here / "f.json").read_text())["repeats"][names[0]]) == 2
+
+
+def test_ratios_are_taken_within_a_repeat_and_show_their_quartiles():
+    first = bench.Contender("a", Path(), [], "a")
+    second = bench.Contender("b", Path(), [], "a")
+    steps = {"a": [1.0, 10.0, 100.0], "b": [2.0, 40.0, 300.0]}
+    found = {}
+    for name, values in steps.items():
+        found[name] = [dict.fromkeys((*bench.RATIOS, *bench.COLUMNS), value) for value in values]
+    line = bench.table([first, second], found).splitlines()[-1]
+    assert line.startswith("| b | 3.000 (2.500 - 3.500) |")
+    assert line.endswith("| 40.00 |")
+
+
+def test_a_run_that_fails_ends_the_bench_with_its_last_words(checkouts):
+    here, _ = checkouts
+    (here / "script.py").write_text("raise ValueError('nothing works')")
+    contender = bench.Contender("x", here, [sys.executable, "script.py"], "x")
+    with pytest.raises(SystemExit, match=r"(?s)x failed.*nothing works"):
+        bench.measure(contender, [], warmup=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [grpo_arca, grpo_oar], ids=lambda m: m.__name__)
-def test_shape_with_forced_lengths(module, tmp_path, monkeypatch):
-    AcceleratorState._reset_state()  # it would refuse another --dtype than the test's before
-    monkeypatch.setitem(bench.SHAPES, "0.6B", bench.Shape(64, 64, 1, 8, True))
+def test_a_method_and_trl_are_measured_on_random_weights_of_a_shape(tmp_path, monkeypatch, capsys):
+    """TRL samples as many tokens as the method: neither stops before the greatest length."""
+    pytest.importorskip("trl", reason="pip install trl")
+    monkeypatch.setattr(bench, "CACHE", tmp_path)
+    monkeypatch.setitem(bench.SHAPES, "0.6B", (64, 64, 1, 8, True))
     monkeypatch.setattr(bench, "VOCABULARY", 8192)
-    monkeypatch.setattr(module, "row_uniforms", module.row_uniforms)  # restored afterwards
-    argv = "--shape 0.6B --layers 1 --completions 8 --micro_batch 4 --prompt_tokens 5 --warmup 0"
-    argv += f" --completion_tokens 40 --lengths lognormal --repeats 1 --cache {tmp_path}"
-    argv += " -- --num_generations 4 --dtype bfloat16"
-    options = bench.parse_options([module.__name__, *argv.split()])
-    credits = list(options.methods[module.__name__])
-    lines = bench.measure(module.__name__, credits, options)  # ends itself if a length is not kept
-    assert "8 completions of at most 40 tokens (lognormal lengths)" in lines[0]
-    assert "LoRA 32 in bfloat16, rollouts: dense" in lines[0]
-    rows = [line for line in lines[4:] if line.startswith("|")]
-    assert [line.split(" | ")[1] for line in rows] == credits
-    assert [line.split(":")[0] for line in lines[4 + len(rows) :] if line] == [
-        credit for credit in credits if credit == "oar_p"
-    ]
-    cells = [cell.strip() for cell in lines[4].strip("|").split("|")]
-    assert float(cells[4]) > 0 and float(cells[8]) > 0  # tokens/s of rollout and update
-
-
-def test_planted_answers_are_found():
-    batch, tokenizer = random_batch(length=20), AutoTokenizer.from_pretrained(TINY)
-    stops = batch.ids.clone()
-    bench.plant_answers(batch, tokenizer)
-    for ids, mask, before in zip(batch.ids, batch.mask, stops, strict=True):
-        completion, count = ids[batch.prompt_width :][mask].tolist(), int(mask.sum())
-        assert completion[-1] == before[batch.prompt_width + count - 1]  # the stop token stays
-        if count > 8:
-            begin, end = grpo_oar.answer_span(tokenizer, completion)
-            assert tokenizer.decode(completion[begin:end]) == "7"
-
-
-def test_the_figures_are_kept_as_data(tmp_path, capsys):
-    """Of every script and method a line, with all repeats."""
-    path, rows = tmp_path / "new/figures.jsonl", [{"step": torch.tensor(2.5)}, {"step": 3.0}]
-    bench.save(path, "grpo_arca", {"uniform": rows, "TRL": []})
-    bench.save(path, "grpo_oar", {"oar_g": rows[1:]})
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(x["script"], x["credit"], [row["step"] for row in x["rows"]]) for x in lines] == [
-        ("grpo_arca", "uniform", [2.5, 3.0]),
-        ("grpo_arca", "TRL", []),
-        ("grpo_oar", "oar_g", [3.0]),
-    ]
-    with pytest.raises(SystemExit):
-        bench.parse_options(["--json", str(path), "--against", str(bench.ROOT)])
-    assert "leave out --against" in capsys.readouterr().err
-
-
-OTHER_BENCH = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import grpo_arca
-from common import SECONDS
-def parse_options(argv):
-    return argv
-def prepare(module, credits, options):
-    print("noise")  # must not be taken for an answer
-    return module, credits, options
-def step(bench, credit, repeat, others):
-    assert bench == (grpo_arca, ["uniform", "arca"], FLAGS) and others == 0
-    seconds = (SECONDS + repeat) * (2 if credit == "arca" else 1)
-    names = "step seconds_rollout seconds_score seconds_credit seconds_update".split()
-    return dict.fromkeys(names, seconds)
-"""
-
-
-def test_another_checkout_runs_in_turn_by_its_own_bench(tmp_path, monkeypatch, capsys):
-    """Each checkout sees its own bench, script and common/, and the flags without --against; the
-    warm-up does not count. Here 5, 6, 7 s a step, there, where it is in tests/, 2, 3, 4 s."""
-    folders = {"here": "tools", "there": "tests"}
-    for name, seconds in {"here": 4, "there": 1}.items():
-        (tmp_path / name / folders[name]).mkdir(parents=True)
-        (tmp_path / name / "common.py").write_text(f"SECONDS = {seconds}")
-        (tmp_path / name / "grpo_arca.py").write_text("")
-    argv = ["grpo_arca", "--credit", "uniform", "arca", "--repeats=3", "--warmup", "1"]
-    rest = ["--", "--seed", "2"]
-    for name in ("here", "there"):
-        text = OTHER_BENCH.replace("FLAGS", repr(argv + rest))
-        (tmp_path / name / folders[name] / "bench.py").write_text(text)
-    monkeypatch.setattr(bench, "ROOT", tmp_path / "here")
-    options = bench.parse_options([*argv, f"--against={tmp_path / 'there'}", *rest])
-    lines = bench.compare("grpo_arca", ["uniform", "arca"], options)
-    assert "1 of 4" in capsys.readouterr().err
-    for line, credit, scale in zip(lines[4:], ("uniform", "arca"), (1, 2), strict=True):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[:5] == [credit] + ["2.000 (1.875 - 2.250)"] * 4
-        assert [float(cell.split()[0]) for cell in cells[5:]] == [6 * scale, 3 * scale]
-
-
-def test_another_checkout_has_its_own_common_wherever_the_bench_is_started(tmp_path, monkeypatch):
-    """Older ones have a common/ without an __init__.py. Python prefers one with it, and that of
-    the present folder would be found."""
-    here = tmp_path / "here"
-    there = tmp_path / "there"
-    for folder in (here, there):
-        (folder / "common").mkdir(parents=True)
-        (folder / "common/data.py").write_text(f"NAME = '{folder.name}'")
-    (here / "common/__init__.py").touch()
-    (there / "tests").mkdir()
-    code = "import sys\nsys.path.insert(0, r'{there}')\nfrom common.data import NAME\n"
-    code += "def parse_options(argv): sys.modules['grpo_arca'] = sys\n"
-    code += "def prepare(*_): return None\ndef step(*_): return {'name': NAME}\n"
-    (there / "tests/bench.py").write_text(code.replace("{there}", str(there)))
-    monkeypatch.chdir(here)
-    with bench.worker(there / "tests", "grpo_arca", [], [], 0.0) as ask:
-        assert ask("arca", 0) == {"name": "there"}
-
-
-GRADING_BENCH = """
-from collections import namedtuple
-from types import SimpleNamespace
-Bench, Problem = namedtuple("Bench", "run data"), namedtuple("Problem", "steps")
-class RandomRewards:
-    def grade(self, texts, answers):
-        return [1.0] * len(texts)
-def parse_options(argv):
-    assert argv == ["grpo_arca", "--shape", "8B", "--layers", "2", "--", "--seed", "2"]
-import sys
-sys.modules["grpo_arca"] = SimpleNamespace()
-def prepare(module, credits, options):
-    run = SimpleNamespace(args=SimpleNamespace(num_generations=4), grader=RandomRewards())
-    return Bench(run, ([Problem((3, 6))], []))
-def step(bench, credit, repeat, others):
-    assert not bench.data[0][0].steps or {IDLE} == 0  # random rewards hang on no step
-    rewards = bench.run.grader.grade([""] * 32, [""] * 32)
-    groups = [rewards[i : i + 4] for i in range(0, 32, 4)]
-    return {"idle": sum(len(set(group)) == 1 for group in groups), "rewards": rewards}
-"""
-
-
-@pytest.mark.parametrize(("idle", "count"), [(0.75, 6), (0.0, 8)])
-def test_idle_groups_are_the_same_in_a_checkout_that_knows_none(tmp_path, idle, count):
-    """Whose bench is asked for none, too: then its own rewards are used."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/bench.py").write_text(GRADING_BENCH.replace("{IDLE}", str(idle)))
-    argv = ["grpo_arca", "--shape", "8B", "--layers", "2"]
-    argv += ["--idle", str(idle), "--against", str(tmp_path), "--", "--seed", "2"]
-    options = bench.parse_options(argv)
-    assert options.idle == idle
-    with bench.worker(tmp_path / "tests", "grpo_arca", [], options.shared, options.idle) as ask:
-        rows = [ask("arca", repeat) for repeat in range(3)]
-    assert [row["idle"] for row in rows] == [count] * 3
-    if idle:
-        own = bench.RandomRewards(idle, 4)
-        assert [row["rewards"] for row in rows] == [own.grade([""] * 32, [""] * 32) for _ in rows]
-
-
-@pytest.mark.parametrize("argv", [["--idle", "-0.5"], ["--idle", "2", "--shape", "8B"]])
-def test_idle_is_a_share_of_the_groups(argv, capsys):
-    with pytest.raises(SystemExit):
-        bench.parse_options([*argv, "--layers", "1"])
-    assert "--idle is a share" in capsys.readouterr().err
-
-
-def test_continuous_batching_has_equal_lengths_alone(capsys):
-    shape = ["--shape", "0.6B", "--layers", "1", "grpo_arca"]
-    assert bench.parse_options([*shape, "--trl_continuous"]).trl_continuous
-    with pytest.raises(SystemExit):
-        bench.parse_options([*shape, "--trl_continuous", "--lengths", "lognormal"])
-    assert "--trl_continuous cannot force --lengths lognormal" in capsys.readouterr().err
-
-
-def test_a_checkout_that_fails_ends_the_comparison_with_a_sentence(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        bench.parse_options(["grpo_arca", "--against", str(tmp_path)])
-    assert "there is no tools/bench.py in it" in capsys.readouterr().err
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/bench.py").write_text("broken")
-    bench.parse_options(["grpo_arca", "--against", str(tmp_path)])
-    broken = bench.worker(tmp_path / "tests", "", [], [], 0)
-    with pytest.raises(SystemExit, match="failed, see above"), broken:
-        pass
-
-
-def test_lengths():
-    assert bench.forced_lengths("equal", 3, 7).tolist() == [7, 7, 7]
-    lengths = bench.forced_lengths("lognormal", 64, 300).float()
-    assert 0.9 < lengths.mean() / 100 < 1.05 and lengths.max() <= 300 and lengths.std() > 30
-    torch.testing.assert_close(lengths, bench.forced_lengths("lognormal", 64, 300).float())
-
-
-def test_a_shape_needs_a_gpu_or_fewer_layers(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        bench.parse_options(["--shape", "8B"])
-    assert "needs a GPU" in capsys.readouterr().err
-
-
-def test_the_peak_on_a_cpu_is_what_was_used_since_the_last_look():
-    device = torch.device("cpu")
-    before = bench.allocated_gib(device)
-    bench.peak_gib(device)
-    block = torch.ones(2**27)  # half a GiB
-    del block
-    assert 0.4 < bench.peak_gib(device, before) < 0.7
-    assert abs(bench.peak_gib(device, before)) < 0.2
-
-
-@pytest.mark.parametrize("flag", ["--repeats=0", "--warmup=-1", "--micro_batch=0"])
-def test_nothing_to_measure_is_refused(flag, capsys):
-    with pytest.raises(SystemExit):
-        bench.parse_options(["grpo_arca", flag, "--completions=16"])
-    name = "--micro_batch" if "micro" in flag else "--repeats"
-    assert f"{name} must be at least 1" in capsys.readouterr().err
-
-
-def test_methods_get_the_same_random_rewards_in_a_repeat(monkeypatch):
-    """Whatever their order."""
-    given = []
-    grade = bench.RandomRewards.grade
-
-    def grade_and_note(self, *inputs):
-        given.append(grade(self, *inputs))
-        return given[-1]
-
-    monkeypatch.setattr(bench.RandomRewards, "grade", grade_and_note)
-    argv = ["grpo_arca", "--idle", "0.5", "--completions", "32", "--micro_batch", "16"]
-    options = bench.parse_options([*argv, "--completion_tokens", "8"])
-    prepared = bench.prepare(grpo_arca, ["uniform", "surprisal"], options)
-    for credit, repeat in (("uniform", 0), ("surprisal", 0), ("uniform", 1)):
-        bench.step(prepared, credit, repeat, 0.0)
-    first, second, third = given
-    assert first == second != third
+    argv = ["bench.py", "grpo_arca.py", "--trl", "--shape", "0.6B", "--repeats", "1"]
+    argv += ["--updates", "1", "--output", str(tmp_path / "f.json"), "--"]
+    flags = {name: value for name, value in TINY_RUN.items() if name != "max_steps"}
+    monkeypatch.setattr(sys, "argv", [*argv, *command_line(flags)])
+    bench.main()
+    assert "\n| TRL | " in capsys.readouterr().out
+    repeats = json.loads((tmp_path / "f.json").read_text())["repeats"]
+    for name in ("grpo_arca.py", bench.TRL):
+        (row,) = repeats[name]
+        assert row["tokens/s"] * row["rollout"] == pytest.approx(8 * 8), name
+        assert row["rollout"] > 0
+        assert row["update"] > 0
