@@ -9,8 +9,9 @@
 
 Tokens that right and wrong completions share weigh less. The source is arXiv 2605.21467. Formula
 and values are those of the authors' code (github.com/RUCBM/DelTA, K = 1), whose loss divides by the
-number of tokens (--loss_type dapo). A rollout is that of this process. Because the mean is 1 over a
-rollout and not over a completion, one side may get more weight than the other.
+number of tokens (--loss_type dapo). A rollout is that of this process; its hidden states are kept,
+four bytes a hidden unit and token. Because the mean is 1 over a rollout and not over a completion,
+one side may get more weight than the other.
 
 It is GRPO where --delta_low is --delta_high and no completion has an advantage of 0. --credit
 shuffled gives the weights of each completion to its tokens in random order.

@@ -84,7 +84,9 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     args = run.args
     share = args.rlsd_lambda
     if args.rlsd_lambda_decay_steps > 0:
-        share *= max(0.0, 1 - run.step / args.rlsd_lambda_decay_steps)
+        # Updates up to this rollout, not those within it, so that a resumed run has the same.
+        done = run.rollout * run.updates_per_rollout
+        share *= max(0.0, 1 - done / args.rlsd_lambda_decay_steps)
     clip = args.rlsd_reweight_clip_range
     for micro in micros:
         weights = (micro.advantages.sign()[:, None] * micro.scores).exp().clamp(1 - clip, 1 + clip)

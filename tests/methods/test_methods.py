@@ -51,8 +51,8 @@ def credited(name: str, **flags) -> tuple:
     run = SimpleNamespace(
         args=load(name).Args(num_generations=4, **flags),
         policy=lambda micro: (micro.sampled_logp, micro.hidden[:, : micro.mask.shape[1]]),
-        rollout=3,
-        step=5,
+        rollout=5,
+        updates_per_rollout=1,
         update_size=8,
     )
     micros = [batch.select(torch.tensor(rows)) for rows in ([0, 2, 5], [1, 3, 4, 6])]
@@ -97,7 +97,7 @@ def entropy_mask(row, rows):
 
 
 def rlsd(row, rows):
-    """In step 5 of 10, half of the share .5 is left."""
+    """After 5 of 10 updates, half of the share .5 is left."""
     return 0.75 + 0.25 * np.exp(np.sign(row.advantage) * row.scores).clip(0.8, 1.2)
 
 
