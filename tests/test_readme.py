@@ -64,17 +64,18 @@ def test_the_pages_have_launches_and_their_flags_parse():
 @pytest.mark.slow
 @pytest.mark.parametrize("command", launches(), ids=lambda command: " ".join(command)[:60])
 def test_a_launch_trains(command, run_main, rows_of, tmp_path, monkeypatch):
-    """On the embedded model, in two small steps, and on a small file."""
+    """On the embedded model, in three small steps, and on a small file."""
     (tmp_path / "my.py").write_text(REWARD)
     chains = few_chains(20, False)
     rows = [{"problem": p.prompt, "solution": p.answer, "answer": p.answer} for p in chains]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    small = {"model_name_or_path": TINY, "dataset_name": "rows.jsonl", "output_dir": "out"}
-    small = command_line(TINY_RUN | {"max_steps": 2} | small)
+    small = command_line(
+        TINY_RUN | {"model_name_or_path": TINY, "dataset_name": "rows.jsonl", "output_dir": "out"}
+    )
     monkeypatch.setattr(conftest, "command_line", lambda _: [*command[1:], *small])
     monkeypatch.setattr(conftest, "grpo_arca", script_of(command))
     assert run_main()[0] == 0
-    assert len(rows_of()) == 2
+    assert len(rows_of()) == 3
 
 
 def test_the_readmes_method_is_what_its_comment_says(tmp_path):

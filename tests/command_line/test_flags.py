@@ -187,12 +187,11 @@ def test_defaults_are_trls_or_stand_in_the_table_of_those_that_differ():
 def test_the_embedded_policy_has_its_own_defaults_wherever_it_lies(tmp_path):
     """What the command line says comes before them, also where it names an ordinary default."""
     (tmp_path / "link").symlink_to(TINY)
+    expected = grpo_arca.EMBEDDED_DEFAULTS | {"lora_r": 32, "model_name_or_path": TINY}
     for flags in ([], ["--model_name_or_path", str(tmp_path / "link")]):
         args = vars(grpo_arca.parse_args([*flags, "--lora_r", "32"]))
-        assert args == args | grpo_arca.EMBEDDED_DEFAULTS | {"lora_r": 32}
-        assert args["model_name_or_path"] == TINY
-    other = grpo_arca.parse_args(["--model_name_or_path", "Qwen/Qwen3-1.7B"])
-    assert other.learning_rate == 4e-5
+        assert args == args | expected
+    assert grpo_arca.parse_args(["--model_name_or_path", "Qwen/Qwen3-1.7B"]).learning_rate == 4e-5
 
 
 # ---- What is refused at once ---------------------------------------------------------------------
@@ -311,8 +310,8 @@ def sizes_fit(flags: dict[str, str]) -> bool:
     sizes = {name: int(value) for name, value in (BASE | flags).items() if value.isdecimal()}
     accumulation = sizes["gradient_accumulation_steps"]
     steps = sizes.get("steps_per_generation", 0) or accumulation
-    completions = sizes["per_device_train_batch_size"] * steps
-    return steps % accumulation == 0 and completions % sizes["num_generations"] == 0
+    rollout = steps * sizes["per_device_train_batch_size"]
+    return steps % accumulation == 0 and rollout % sizes["num_generations"] == 0
 
 
 @pytest.mark.slow

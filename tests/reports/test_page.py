@@ -1,5 +1,6 @@
 """credit.html shows the data as it is, and hostile texts as texts, in a browser as well."""
 
+import math
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -81,8 +82,8 @@ def completion_of(text: str, row: int, reward: float, problem: Problem = CHAIN) 
 
 
 def page_of(tmp_path, completions: list[dict]) -> tuple[list[dict], Page]:
-    """Returns the groups of a page, each of four completions, and the page."""
-    groups = report.credit_group(TOKENIZER, completions, 4, 7, None)
+    """Returns the groups of a page, each of six completions, and the page."""
+    groups = report.credit_group(TOKENIZER, completions, 6, 7, None)
     report.write_credit_page(tmp_path / "credit.html", "title", groups)
     return groups, Page((tmp_path / "credit.html").read_text(encoding="utf-8"))
 
@@ -120,23 +121,22 @@ def test_digits_of_results_are_underlined_and_the_first_wrong_one_is_dotted(tmp_
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("switch", ["surprisal", "weight"])
-def test_a_page_of_equal_weights_begins_with_surprisal(tmp_path, switch):
+@pytest.mark.parametrize(("power", "switch"), [(0, "surprisal"), (1, "weight")])
+def test_a_page_of_equal_weights_begins_with_surprisal(tmp_path, power, switch):
     completions = [completion_of("42", 0, 1.0), completion_of("41", 1, 0.0)]
-    if switch == "surprisal":
-        for completion in completions:
-            completion["weights"] = torch.ones(len(completion["ids"]))
+    for completion in completions:
+        completion["weights"] = completion["weights"] ** power
     _, page = page_of(tmp_path, completions)
     inputs = [attributes for tag, attributes, _ in page.elements if tag == "input"]
     assert [a["id"] for a in inputs if "checked" in a] == [switch]
 
 
 def test_the_group_is_the_first_whose_rewards_differ_with_its_best_and_worst(tmp_path):
-    rewards = [1, 1, 1, 1, 0.5, float("nan"), 0.75, 0.25, 0, 1, 0, 1]
+    rewards = [1, 1, 1, 1, 1, 1, 0.5, math.nan, 0.75, 0.25, 0.1, 0.9, 0, 1, 0, 1, 0, 1]
     completions = [completion_of(str(row), row, reward) for row, reward in enumerate(rewards)]
     (group,), _ = page_of(tmp_path, completions[::-1])
-    assert [str(c["reward"]) for c in group["completions"]] == ["0.75", "0.5", "0.25", "nan"]
-    assert page_of(tmp_path, completions[:4])[0] == []
+    assert [str(c["reward"]) for c in group["completions"]] == ["0.9", "0.75", "0.1", "nan"]
+    assert page_of(tmp_path, completions[:6])[0] == []
 
 
 # ---- Hostile texts -------------------------------------------------------------------------------
