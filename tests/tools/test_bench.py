@@ -1,6 +1,7 @@
 """tools/bench.py: what it measures, in which order, and against what."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -47,20 +48,12 @@ def test_figures_are_means_of_the_updates_after_the_warm_up(checkouts):
 def test_another_checkout_runs_in_turn_and_ratios_are_to_it(checkouts, monkeypatch, capsys):
     here, there = checkouts
     argv = ["bench.py", "script.py --a", "script.py", "--against", str(there), "--repeats", "2"]
-    order = []
-    measure = bench.measure
-
-    def noted_measure(contender, *rest):
-        order.append(contender.name)
-        return measure(contender, *rest)
-
-    monkeypatch.setattr(bench, "measure", noted_measure)
     monkeypatch.setattr(sys, "argv", [*argv, "--output", str(here / "f.json"), "--", "--seed=2"])
     bench.main()
     names = ["script.py --a, there", "script.py --a", "script.py, there", "script.py"]
-    assert order == [*names, *names[::-1]]
-    head, _, *lines = capsys.readouterr().out.splitlines()
-    assert head.startswith("| method | step / reference's | rollout / reference's | update / ")
+    out, err = capsys.readouterr()
+    assert re.findall(r"\[./8\] (.*?):", err) == [*names, *names[::-1]]
+    lines = out.splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in rows] == names
     assert [row[1] for row in rows] == ["1.000 (1.000 - 1.000)", "2.000 (2.000 - 2.000)"] * 2
@@ -83,14 +76,6 @@ def test_ratios_are_taken_within_a_repeat_and_show_their_quartiles():
     assert line.endswith("| 40.00 |")
 
 
-def test_a_run_that_fails_ends_the_bench_with_its_last_words(checkouts):
-    here, _ = checkouts
-    (here / "script.py").write_text("raise ValueError('nothing works')")
-    contender = bench.Contender("x", here, [sys.executable, "script.py"], "x")
-    with pytest.raises(SystemExit, match=r"(?s)x failed.*nothing works"):
-        bench.measure(contender, [], warmup=1)
-
-
 @pytest.mark.slow
 def test_a_method_and_trl_are_measured_on_random_weights_of_a_shape(tmp_path, monkeypatch, capsys):
     """TRL samples as many tokens as the method: neither stops before the greatest length."""
@@ -108,5 +93,4 @@ def test_a_method_and_trl_are_measured_on_random_weights_of_a_shape(tmp_path, mo
     for name in ("grpo_arca.py", bench.TRL):
         (row,) = repeats[name]
         assert row["tokens/s"] * row["rollout"] == pytest.approx(8 * 8), name
-        assert row["rollout"] > 0
-        assert row["update"] > 0
+        assert min(row["rollout"], row["update"]) > 0

@@ -10,11 +10,10 @@ import torch
 import worth
 from accelerate.state import AcceleratorState
 from fork import fork
-from support import ROOT, TINY, randomize_adapter
+from support import ROOT, TINY
 
 import grpo_arca
 import grpo_oar
-import grpo_strace
 
 SMALL = (
     "--per_device_train_batch_size=8", "--gradient_accumulation_steps=2", "--num_generations=4",
@@ -45,7 +44,7 @@ def measured(folder, methods: list[str], flags: tuple[str, ...], updates=0, coor
 def trained_gradient(module, flags: list[str], updates: int = 0) -> torch.Tensor:
     """Returns what is in .grad when a run of the script steps on the same rollout.
 
-    Before, it takes so many steps of plain GRPO on it.
+    It is the one after so many others.
     """
     AcceleratorState._reset_state()
     args = module.parse_args([*worth.FIRST_FLAGS, *flags, "--max_grad_norm", "0"])
@@ -55,13 +54,8 @@ def trained_gradient(module, flags: list[str], updates: int = 0) -> torch.Tensor
     batch = module.collect(run, {})
     micros = list(itertools.chain.from_iterable(module.micro_batches(run, batch)))
     module.score(run, batch, micros, {})
-    credits = [micro.credit for micro in micros]
-    for micro in micros:
-        micro.credit = torch.ones_like(micro.credit)
     for _ in range(updates):
         module.update(run, micros)
-    for micro, credit in zip(micros, credits, strict=True):
-        micro.credit = credit
     seen = []
 
     def step() -> None:
@@ -91,21 +85,16 @@ def test_gradients_of_other_scripts_and_after_updates_are_those_of_training(
     adapter, tmp_path, monkeypatch
 ):
     """A file of a method is measured as its fork, and the policy is afterwards what it was."""
-    scripts = {"grpo_oar.py": grpo_oar, "grpo_strace.py": grpo_strace}
-    names = [str(ROOT / script) for script in scripts]
-    before = measured(tmp_path, [*names, METHOD], adapter)
-    for name, module in zip(names, scripts.values(), strict=True):
-        expected = trained_gradient(module, list(adapter))
-        assert torch.allclose(before[name], expected, rtol=1e-4, atol=1e-7), name
-    after = measured(tmp_path / "after", [worth.UNIFORM, METHOD], adapter, updates=2)
-    flags = [*adapter, "--credit", "uniform"]
-    expected = trained_gradient(grpo_arca, flags, updates=2)
-    assert torch.allclose(after[worth.UNIFORM], expected, rtol=1e-4, atol=1e-7)
     (tmp_path / "grpo_mask.py").write_text(fork(ROOT / "methods/entropy_mask.py"))
     monkeypatch.syspath_prepend(tmp_path)
-    grpo_mask = importlib.import_module("grpo_mask")
-    expected = trained_gradient(grpo_mask, [*adapter, "--model_name_or_path", TINY], updates=2)
-    assert torch.allclose(after[METHOD], expected, rtol=1e-4, atol=1e-7)
+    modules = {f"{ROOT}/grpo_oar.py": grpo_oar, METHOD: importlib.import_module("grpo_mask")}
+    before = measured(tmp_path, list(modules), adapter)
+    for name, module in modules.items():
+        expected = trained_gradient(module, [*adapter, "--model_name_or_path", TINY])
+        assert torch.allclose(before[name], expected, rtol=1e-4, atol=1e-7), name
+    after = measured(tmp_path / "after", [worth.UNIFORM], adapter, updates=2)[worth.UNIFORM]
+    expected = trained_gradient(grpo_arca, [*adapter, "--credit", "uniform"], updates=2)
+    assert torch.allclose(after, expected, rtol=1e-4, atol=1e-7)
     again = measured(tmp_path / "again", [METHOD], adapter)
     assert torch.equal(again[METHOD], before[METHOD])
 
@@ -155,7 +144,6 @@ def test_figures_of_gradients_made_to_measure():
     }
     rows = {row["method"]: row for row in worth.figures(made)}
     assert rows[worth.UNIFORM]["snr"] == pytest.approx(0.25, rel=0.1)
-    assert rows[worth.UNIFORM]["worth"] == rows[worth.UNIFORM]["adam"] == 1
     expected = {worth.HALF: (0.5, 1), "less noise": (2, 1), "scaled": (1, 1), "turned": (1, 0.6)}
     for name, (size, direction) in expected.items():
         row = rows[name]
@@ -171,7 +159,6 @@ def test_completions_put_the_control_at_one_half():
     assert worth.as_completions(half, half) == pytest.approx(0.5)
     assert worth.as_completions(half**2, half) == pytest.approx(0.25)  # as half of half
     assert worth.as_completions(1 / half, half) == pytest.approx(2)
-    assert worth.as_completions(np.full(2, 1e12), np.array([0.9, 1.2]))[1] == 1e6  # no overflow
     assert np.isnan(worth.as_completions(np.ones(2), np.array([1.2, 0.9]))).all()
 
 
@@ -249,7 +236,7 @@ def test_what_would_be_silently_wrong_is_refused(monkeypatch, capsys, words, sen
 
 
 @pytest.mark.slow
-def test_a_method_is_measured_once_and_again_when_it_or_the_adapter_changes(
+def test_a_method_is_measured_once_and_again_when_it_changes(
     adapter, monkeypatch, tmp_path, capsys
 ):
     mine = tmp_path / "mine.py"
@@ -268,10 +255,3 @@ def test_a_method_is_measured_once_and_again_when_it_or_the_adapter_changes(
     mine.write_text(mine.read_text().replace("entropy", "entropy + 1"))
     start(monkeypatch, *command)
     assert "[4/4]" in capsys.readouterr().err
-    run = worth.prepare(adapter)
-    randomize_adapter(run.model, 0.03)
-    run.model.save_pretrained(adapter[-1])
-    worth.prepare.cache_clear()
-    start(monkeypatch, *command)
-    assert "[4/4]" in capsys.readouterr().err
-    assert len(list((tmp_path / "worth").iterdir())) == 2
