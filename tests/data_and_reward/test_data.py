@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common import data
 from common.data import encode_problems, encode_prompt, load_problems, parse_rows, read_splits
+from common.reward import GRADER
 from common.task import Problem, chain_problems, has_right_steps, token_roles
 
 ROWS = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40)]
@@ -320,15 +321,19 @@ def test_the_order_has_no_state():
     assert random.getstate() == state
 
 
-def test_a_run_that_does_not_shuffle_takes_the_rows_in_their_order(run_main, tmp_path):
-    name = write(tmp_path / "set.jsonl", ROWS[:30])
+def test_a_run_that_does_not_shuffle_takes_the_rows_of_its_columns_in_their_order(
+    run_main, tmp_path
+):
+    rows = [{"q": r["problem"], "a": "1", "problem": "no", "answer": "no"} for r in ROWS[:30]]
+    name = write(tmp_path / "set.jsonl", rows)
     (tmp_path / "order_of_test_data.py").write_text(
         "def f(prompts, **_):\n"
         "    print(*prompts[::4], sep='\\n', file=open('prompts.txt', 'a'))\n"
         "    return [0.0] * len(prompts)\n"
     )
-    other = write(tmp_path / "eval.jsonl", [{"problem": "Held out?", "answer": "1"}])
-    flags = {"dataset_name": name, "eval_dataset_name": other, "shuffle_dataset": False}
+    other = write(tmp_path / "eval.jsonl", [{"q": "Held out?", "a": "1"}])
+    columns = {"prompt_column": "q", "answer_column": "a"}
+    flags = columns | {"dataset_name": name, "eval_dataset_name": other, "shuffle_dataset": False}
     run_main(reward_funcs="order_of_test_data.f", **flags)
     seen = (tmp_path / "prompts.txt").read_text().splitlines()
     trained = [prompt for prompt in seen if prompt != "Held out?"]
@@ -435,6 +440,7 @@ MISTAKES = [  # what stands from the first wrong token on, if each character is 
 def test_the_first_wrong_token_of_a_solution(text, marked):
     roles = token_roles(list(text), CHAIN)
     assert set(roles) <= {"", "result", "first_wrong"}
+    assert GRADER.grade([text], [CHAIN]) == [float(marked is None)]
     if marked is None:
         assert "first_wrong" not in roles and has_right_steps(text, CHAIN)
     else:
