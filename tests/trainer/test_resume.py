@@ -47,6 +47,9 @@ def forks(tmp_path_factory) -> Path:
         folder = at / script / f"{i}-{number.name}"
         stop = {"signal": number, "when": "out/metrics.jsonl"}
         stop |= {"lines": places.randrange(1, 10), "after": places.uniform(0, 1)}
+        if number == signal.SIGKILL and i % 2 == 1:  # inside a save
+            stop = {"signal": number, "when": "out/unfinished-checkpoint"}
+            stop["after"] = places.uniform(0, 0.05)
         # What a signal saves must suffice.
         flags = {} if number == signal.SIGKILL else {"save_steps": 0}
         cases.append(fork_case(folder, script, stop, **flags))
