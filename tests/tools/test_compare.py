@@ -66,10 +66,9 @@ def test_the_table_has_means_and_deviations_and_warns_of_other_code(tmp_path):
     assert head.split() == ["runs", "before", "after", "figure", "group"]
     assert line.split()[:6] == ["2", "0.300", "(0.000)", "0.650", "(0.071)", "sampled_accuracy"]
     assert warning == "Warning: the code of group 1  arca-1 and 1 more differs: a1, b2"
-    assert "Warning" not in compare.table(groups(runs[0]))
 
 
-def test_each_group_has_its_line_band_and_dots(tmp_path):
+def test_each_group_has_its_line_and_dots(tmp_path):
     runs = [fake_run(tmp_path, "arca", seed, text="$\\boxed{$" * 40) for seed in (1, 2, 3)]
     compare.draw(groups(*runs, fake_run(tmp_path, "oar", 1, text="")), tmp_path / "c.png")
     figure = compare.plt.gcf()
@@ -77,11 +76,7 @@ def test_each_group_has_its_line_band_and_dots(tmp_path):
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [text[:8] for text in texts] == ["1  arca-", "2  oar-1"]
     steps, rewards = left.lines[0].get_data()
-    assert list(steps) == list(range(1, STEPS + 1))
     assert rewards[8:-1] == pytest.approx(0.01 * steps[8:-1] + 0.2)  # windows of three steps
-    assert rewards[4] == pytest.approx(0.25)  # of steps 4 and 6
-    band = left.collections[0].get_paths()[0].vertices[:, 1]
-    assert (band.min(), band.max()) == pytest.approx((0.115, 0.495))
     assert list(right.lines[0].get_xdata()) == pytest.approx([0.6, 0.7, 0.8])
 
 

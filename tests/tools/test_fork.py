@@ -44,11 +44,6 @@ def test_a_fork_has_what_the_method_uses_and_not_what_it_does_not(tmp_path):
     assert "random" not in found["credit"]
 
 
-def test_a_file_without_regions_is_refused():
-    with pytest.raises(SystemExit, match="one or two regions between CREDIT marks"):
-        fork.fork(ROOT / "tools/compare.py")
-
-
 @pytest.mark.slow
 def test_a_fork_trains_and_is_named_logged_and_carded_by_its_own_name(tmp_path):
     (tmp_path / "common").symlink_to(ROOT / "common")
