@@ -1,4 +1,4 @@
-"""Writes the tables of results/README.md, README.md and methods/README.md, and draws figures.
+"""Writes the tables of results/README.md and README.md from results/data/, and draws figures.
 
     python results/answer.py
 
@@ -36,7 +36,7 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "results/data"
 OUTPUT = DATA / "answer"
-PAGES = [ROOT / "results/README.md", ROOT / "README.md", *ROOT.glob("methods/README.md")]
+PAGES = [ROOT / "results/README.md", ROOT / "README.md"]
 TITLES = {
     "wrong_policy": "wrong policy",
     "sharpening": "sharpening",
@@ -576,6 +576,8 @@ MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def markdown(table: Table) -> str:
     """Returns a table as Markdown."""
+    if not table[1:]:
+        return "No runs yet.\n"
     rule = ["---"] * len(table[0])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [table[0], rule, *table[1:]])
 

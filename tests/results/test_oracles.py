@@ -94,6 +94,13 @@ def test_the_expected_gradient_is_that_of_the_chance_to_be_right(least_variance)
     assert gradient.tolist() == pytest.approx(((1 - CHANCES) * CHANCES.prod()).tolist(), rel=1e-5)
 
 
+def test_the_baseline_of_least_variance_by_hand():
+    """A right claim gets the value before it; a wrong one loses what it would have added."""
+    solution = oracles.Solution(1, [range(1)] * 2, [])
+    found = oracles.step_advantages(solution, [0.36, 0.4, 0.8, 1], least_variance=True)
+    assert found == pytest.approx([0.36, -0.4])
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_scale_of_a_group_is_the_mean_over_all_its_rewards(size):
     chance = 0.3
