@@ -62,7 +62,7 @@ def test_the_pages_have_launches_and_their_flags_parse():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", launches(), ids=lambda command: " ".join(command)[:60])
+@pytest.mark.parametrize("command", launches(), ids=" ".join)
 def test_a_launch_trains(command, run_main, rows_of, tmp_path, monkeypatch):
     """On the embedded model, in three small steps, and on a small file."""
     (tmp_path / "my.py").write_text(REWARD)

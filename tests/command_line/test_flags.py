@@ -4,6 +4,7 @@ A table says which values of a flag train and which must end a run; the scripts 
 """
 
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -159,7 +160,7 @@ def test_every_flag_parses(script, place):
 
 
 def defaults_of(*classes: type) -> dict[str, str]:
-    fields = [field for one in classes for field in dataclasses.fields(one)]
+    fields = sum(map(dataclasses.fields, classes), ())
     lists = {f.name: f.default_factory for f in fields if f.default is dataclasses.MISSING}
     defaults = {f.name: str(f.default) for f in fields}
     return defaults | {name: str(make()) for name, make in lists.items()}
@@ -197,7 +198,7 @@ def test_the_embedded_policy_has_its_own_defaults_wherever_it_lies(tmp_path):
 # ---- What is refused at once ---------------------------------------------------------------------
 @pytest.mark.parametrize("argv", ["--learning_rat 1", "--use_vllm True", "stray", "--beta"])
 def test_what_is_no_flag_is_named(argv, capsys):
-    said = refusal(lambda: grpo_arca.parse_args(argv.split()))
+    said = refusal(functools.partial(grpo_arca.parse_args, argv.split()))
     assert argv.split()[0] in said + capsys.readouterr().err
 
 
@@ -224,7 +225,7 @@ def test_a_number_that_is_not_finite_is_refused(script, text):
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(make_run, sizes):
-    said = refusal(lambda: make_run(**sizes))
+    said = refusal(functools.partial(make_run, **sizes))
     assert "--num_generations" in said and "--steps_per_generation" in said
 
 

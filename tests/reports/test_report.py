@@ -17,7 +17,6 @@ from common.reward import GRADER
 
 METRICS = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
 WEIGHTS = {2: "out/adapter"}  # of the last step; no other step's are saved
-SHORT_RUN = {"max_steps": 2, "eval_steps": 1, "max_eval_samples": 4, "max_completion_length": 64}
 
 
 def test_a_run_says_what_it_does_and_leaves_what_it_found(run_main, tmp_path, monkeypatch):
@@ -25,7 +24,9 @@ def test_a_run_says_what_it_does_and_leaves_what_it_found(run_main, tmp_path, mo
     evaluate = mock.Mock(wraps=grpo_arca.eval_metrics)
     monkeypatch.setattr(grpo_arca, "eval_metrics", evaluate)
     monkeypatch.setattr(tqdm.std, "time", lambda: 1000.0 * evaluate.call_count)
-    code, out, err = run_main(**SHORT_RUN)
+    code, out, err = run_main(
+        max_steps=2, eval_steps=1, max_eval_samples=4, max_completion_length=64
+    )
     assert code == 0
     folder = tmp_path / "out"
 
@@ -67,13 +68,13 @@ def test_curves_are_those_of_the_log(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report.write_curves(tmp_path / "curves.png", rows, "a $title_ \\frac")
-        report.write_curves(tmp_path / "one.png", rows[:1], "")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    drawn = []
-    monkeypatch.setattr(report.Figure, "savefig", lambda figure, path: drawn.extend(figure.axes))
+    save = mock.create_autospec(report.Figure.savefig)
+    monkeypatch.setattr(report.Figure, "savefig", save)
+    report.write_curves(tmp_path / "curves.png", rows[:1], "")
     report.write_curves(tmp_path / "curves.png", rows, "")
-    lines = {axes.get_title(): axes.get_lines() for axes in drawn}
+    lines = {axes.get_title(): axes.get_lines() for axes in save.call_args.args[0].axes}
     accuracy = next(line for line in lines["Accuracy"] if line.get_label().startswith("eval/s"))
     assert accuracy.get_xydata().tolist() == [[0, 0.25]]
     pale, bold = lines["Reward of a completion"]
