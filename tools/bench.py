@@ -23,6 +23,7 @@ on a real model. On a CPU a run has one thread, unless OMP_NUM_THREADS says othe
 
 import argparse
 import json
+import logging
 import os
 import shlex
 import statistics
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the scripts
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, TrainerCallback
