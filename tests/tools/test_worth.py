@@ -199,7 +199,6 @@ def test_the_table_shows_no_cosine_above_1_and_no_figure_without_signal():
 # ---- The command ---------------------------------------------------------------------------------
 def start(monkeypatch, *words: object) -> None:
     monkeypatch.setattr(sys, "argv", ["worth.py", *map(str, words)])
-    AcceleratorState._reset_state()
     worth.main()
 
 
