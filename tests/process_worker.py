@@ -36,14 +36,14 @@ CASES = {  # what the processes ask each other for, and a method of each kind
 
 
 def variety(completion_ids, prompts, **_) -> list[int]:
-    """Returns a reward that differs in most groups. A call must hold whole groups."""
+    """Returns a reward that differs in some groups. A call must hold whole groups."""
     firsts = [prompt for prompt in prompts[::4] for _ in range(4)]
     assert prompts == firsts
     return [len(set(ids)) // 8 for ids in completion_ids]
 
 
-def parity(completions, **_) -> list[int]:
-    return [sum(completion.encode()) % 2 for completion in completions]
+def length(completion_ids, **_) -> list[int]:
+    return [len(ids) // 50 for ids in completion_ids]
 
 
 def watch_gradients(run) -> list[torch.Tensor]:
@@ -89,7 +89,7 @@ def main() -> None:
     for script, cases in CASES.items():
         module = importlib.import_module(script)
         run = module.Run(module.parse_args((split + FLAGS).split()))
-        run.reward_funcs = {"variety": variety, "parity": parity}
+        run.reward_funcs = {"variety": variety, "length": length}
         run.reward_weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
         gradients = watch_gradients(run)
         for case in cases:

@@ -47,7 +47,9 @@ def check_is_telling(name: str, record: dict) -> None:
     assert signs >= {-1.0, 1.0}, name
     assert all(gradient.abs().max() > 1e-4 for gradient in record["gradients"]), name
     assert len(record["gradients"]) == 2 * len(LOSSES)
-    assert any(row["clip_fraction"] > 0 for row in record["rows"][1:]), name
+    assert any(row["clip_fraction"] > 0 for row in record["rows"][1:]) or "gspo" in name, name
+    sampled = record["rows"][0]["sampled_completions"]
+    assert sampled == (20 if "resample" in name else 16), name  # one group was drawn again
 
 
 @pytest.mark.slow

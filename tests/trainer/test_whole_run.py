@@ -88,9 +88,9 @@ def test_the_adapters_card_answers_as_the_run_did(run_main, rows_of, tmp_path, k
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = {"max_steps": 1, "learning_rate": 0.05, "warmup_steps": 0, "max_completion_length": 48}
     flags |= {"reward_funcs": "variety.pay", "lora_target_modules": ["q_proj", "down_proj"]}
-    (tmp_path / "variety.py").write_text(VARIETY)
-    code, said, _ = run_main(**flags | CARDS[kind])
-    assert code == 0
+    (tmp_path / "variety.py").write_text(VARIETY.replace(" // 8", ""))  # differs in every group
+    code, said, errors = run_main(**flags | CARDS[kind])
+    assert code == 0, errors
     trains = "8 of 29 linear layers, 28,672 of "
     assert f": trains {trains}" in said
     assert json.loads((tmp_path / "out/config.json").read_text())["trains"].startswith(trains)
