@@ -552,10 +552,11 @@ def completions() -> Table:
 
 def tokens() -> Table:
     """Where each method puts its weight, before and after training."""
-    table = [["method", "weight of a result digit", "of the first wrong token", "its AUROC",
-              "its AUROC among result digits", "EffN/T"]]  # fmt: skip
     rows = read_csv(DATA / "decisive_tokens/table.csv")
     rows = [row for row in rows if row["credit"] not in ("probability", "p_trace")]
+    wrong = f"{rows[0]['wrong']} / {rows[-1]['wrong']} wrong completions"
+    table = [["method", "weight of a result digit", "of the first wrong token",
+              f"its AUROC ({wrong})", "its AUROC among result digits", "EffN/T"]]  # fmt: skip
     for before, after in zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True):
         cells = [NAMES.get(before["credit"], before["credit"])]
         for name in ("result", "first_wrong", "auroc", "auroc_among_results", "effn"):
