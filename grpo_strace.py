@@ -33,9 +33,9 @@ gradient of token k has the weight sum_{t>=k} W[t,k].
 
 How to read this file: first come the flags, and the two things that all steps share, a Batch of
 completions and the Run. The method stands between the CREDIT marks. Then comes the training loop,
-`train`, and its steps: `collect`, `score` and `update`. The rest is machinery: sampling, the policy,
-set-up, checkpoints and the command line. Everything outside the CREDIT marks is the same in every
-grpo_*.py script, but for this text.
+`train`, and its steps: `collect`, `score` and `update`. The rest is machinery: sampling, the
+policy, set-up, checkpoints and the command line. Everything outside the CREDIT marks is the same in
+every grpo_*.py script, but for this text.
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -239,11 +240,16 @@ EMBEDDED_DEFAULTS = {  # used instead for a policy whose config.json says "embed
     "per_device_eval_batch_size": 200,
     "save_steps": 25,
 }
-# The lowest value of flags for which 0 would be silently wrong. No number may be below 0.
+# The lowest value of flags that cannot be 0. No number may be below 0.
 LOWEST = {
     "lora_alpha": 1,
     "num_generations": 2,
+    "max_completion_length": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
     "num_iterations": 1,
+    "max_eval_samples": 1,
+    "num_generations_eval": 1,
     "save_total_limit": 1,
     "temperature": 1e-4,
     "top_p": 1e-4,
@@ -313,7 +319,7 @@ class Batch:
                     value[i] = item
 
     def completion(self, i: int) -> dict[str, Any]:
-        """Returns what is shown of a completion: its n tokens with their weights, and its worth."""
+        """Returns what is shown of a completion: its n tokens and weights, and what it earned."""
         is_token = self.mask[i]
         return {
             "row": int(self.rows[i]),
@@ -391,8 +397,8 @@ class Run:
         # The policy, its optimizer and its schedule.
         self.model = load_policy(args, self.accelerator.device)  # its adapter can be disabled
         stop_ids = torch.tensor(self.model.generation_config.eos_token_id or [])  # one or several
-        stop_ids = F.pad(stop_ids.flatten().long(), (0, 1), value=self.tokenizer.eos_token_id)
-        self.eos_ids = stop_ids.unique().to(self.accelerator.device)
+        stop_ids = torch.cat((stop_ids.flatten(), torch.tensor([self.tokenizer.eos_token_id])))
+        self.eos_ids = stop_ids.long().unique().to(self.accelerator.device)
         optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad],
             lr=args.learning_rate,
@@ -545,10 +551,11 @@ def train(run: Run) -> None:
             run.step + 1, "train", batch.problems, batch.texts, batch.rewards, batch.truncated
         )
         updates = micro_batches(run, batch)
-        micros = list(itertools.chain.from_iterable(updates))
-        score(run, batch, micros, metrics)
+        all_micros = list(itertools.chain.from_iterable(updates))
+        score(run, batch, all_micros, metrics)
+        # credit.html shows the rollout after each evaluation, and the last one.
         if is_evaluated or run.step + run.updates_per_rollout >= args.max_steps:
-            shown = [micro.completion(i) for micro in micros for i in range(len(micro.rows))]
+            shown = [micro.completion(i) for micro in all_micros for i in range(len(micro.rows))]
             run.groups += credit_group(
                 run.tokenizer, shown, args.num_generations, run.step, args.system_prompt
             )
@@ -593,10 +600,13 @@ def collect(run: Run, metrics: dict) -> Batch:
 
     # Sample and grade. A group with equal rewards teaches nothing, and may be replaced.
     logged: dict[str, list[float]] = {}
+    is_gdpo = args.multi_objective_aggregation == "normalize_then_sum"
     with timed(metrics, "seconds_rollout"):
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
-            flat = rows_with_equal_rewards(batch.values, args.num_generations)
+            # GDPO looks at each reward alone, and the others at their sum.
+            judged = batch.values if is_gdpo else batch.rewards[:, None]
+            flat = rows_with_equal_rewards(judged, args.num_generations)
             if len(flat) == 0:
                 break
             batch.put(flat, sample_attempt(run, rows[flat.cpu()], attempt, logged))
@@ -636,10 +646,10 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     """
     args = run.args
     again = f" attempt {attempt}" if attempt > 0 else ""
-    order = f"{args.seed}{again}" if args.shuffle_dataset else None
+    shuffle_seed = f"{args.seed}{again}" if args.shuffle_dataset or attempt > 0 else None
     groups = (rows + run.rollout * run.rollout_size) // args.num_generations
-    count = len(run.train_set)
-    problems = [run.train_set[problem_at(group, count, order)] for group in groups.tolist()]
+    find = functools.partial(problem_at, count=len(run.train_set), seed=shuffle_seed)
+    problems = [run.train_set[find(group)] for group in groups.tolist()]
     uniforms = row_uniforms(
         args.seed,
         f"rollout{again}",
@@ -721,9 +731,9 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 micro.old_logp = training_forward(run, micro)
             run.policy.eval()
             if run.args.beta > 0:
-                micro.base_logp = torch.func.functional_call(run.policy, run.start_weights, micro)[
-                    0
-                ]
+                micro.base_logp, _ = torch.func.functional_call(
+                    run.policy, run.start_weights, micro
+                )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
         # Where a score is not finite, the loss shall not be either: then `update` takes no step.
@@ -731,18 +741,20 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
         micro.advantages[is_broken] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
-    averages = [
-        credit_averages(
-            micro.weights,
-            micro.mask,
-            micro.advantages,
-            micro.loss_mask,
-            micro.sampled_logp,
-            micro.base_logp,
-        )
-        for micro in micros
-    ]
-    metrics |= means(run.accelerator, averages)
+    metrics |= means(
+        run.accelerator,
+        [
+            credit_averages(
+                micro.weights,
+                micro.mask,
+                micro.advantages,
+                micro.loss_mask,
+                micro.sampled_logp,
+                micro.base_logp,
+            )
+            for micro in micros
+        ],
+    )
 
 
 def update(run: Run, micros: list[Batch]) -> dict[str, float]:
@@ -838,9 +850,12 @@ def evaluate(run: Run) -> None:
     All evaluations use the same uniforms.
     """
     args = run.args
-    eval_funcs = {ACCURACY: None} | run.reward_funcs
+    own_funcs = {name: function for name, function in run.reward_funcs.items() if function}
     verdicts: list[Any] = []  # of each answer: kind, number of the problem, and its rewards
-    for kind, samples in (("greedy", 1), ("sampled", args.num_generations_eval)):
+    for kind, samples, funcs in (
+        ("greedy", 1, {}),
+        ("sampled", args.num_generations_eval, own_funcs),
+    ):
         all_rows = torch.arange(len(run.held_out) * samples).view(-1, samples)
         rows = all_rows[run.accelerator.process_index :: run.accelerator.num_processes].flatten()
         if len(rows) == 0:  # there are more processes than problems
@@ -852,7 +867,7 @@ def evaluate(run: Run) -> None:
             [run.held_out[n] for n in numbers],
             row_uniforms(args.seed, "eval", 0, rows, args.max_completion_length, samples),
             args.per_device_eval_batch_size,
-            eval_funcs,
+            {"": None} | funcs,  # the grader's own verdict comes first
             logged={},
             is_greedy=kind == "greedy",
         )
@@ -861,7 +876,7 @@ def evaluate(run: Run) -> None:
         )
         verdicts += zip([kind] * len(rows), numbers, batch.values.tolist(), strict=True)
     all_verdicts = gather_object(verdicts)
-    run.log.write({"step": run.step, "eval": eval_metrics(list(eval_funcs), all_verdicts)})
+    run.log.write({"step": run.step, "eval": eval_metrics(["", *own_funcs], all_verdicts)})
     run.bar.unpause()  # keeps the evaluation out of the time per step
 
 
@@ -900,16 +915,13 @@ def sample_tokens(
         return logp.argmax(-1), logp.amax(-1), entropy
 
     kept_logp = logp
-    if top_p < 1:  # leaves less than 1 in total
+    if top_p != 1:  # leaves less than 1 in total
         kept_logp = transformers.TopPLogitsWarper(top_p)(None, logp)
 
-    # Find the first token whose cumulative probability exceeds the threshold. It must be below the
-    # total, or rounding would let a uniform near 1 pick an impossible last token.
+    # Find the first token whose cumulative probability exceeds the uniform's share of the total. A
+    # uniform is at most 1 - 2^-24, so that is less than the total: no impossible token is picked.
     cdf = kept_logp.exp().cumsum(-1)
-    total = cdf[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    threshold = torch.minimum(uniforms[:, None] * total, below_total)
-    token = torch.searchsorted(cdf, threshold, right=True)  # [B, 1]
+    token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)  # [B, 1]
     token = token.clamp(max=logits.shape[1] - 1)  # for NaN logits
     return token.squeeze(1), logp.gather(1, token).squeeze(1), entropy
 
@@ -1221,17 +1233,18 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     for option, value in vars(text_config).items():
         if "drop" in option and isinstance(value, float):
             setattr(text_config, option, 0.0)  # as in rollouts; --lora_dropout stays
-    nf4 = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=args.dtype,
-    )
     base, loading = transformers.AutoModelForCausalLM.from_pretrained(
         name,
         config=config,
         revision=args.model_revision,
-        quantization_config=nf4 if args.load_in_4bit else None,
+        quantization_config=transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=args.dtype,
+        )
+        if args.load_in_4bit
+        else None,
         dtype=args.dtype,
         device_map={"": device},
         output_loading_info=True,
@@ -1268,8 +1281,12 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
             value = getattr(trained, setting)
             value = sorted(value) if isinstance(value, set) else value
             setattr(args, f"lora_{setting.removeprefix('lora_')}", value)
-        if trained.bias != "none":
-            fail(f"{args.start_adapter} trains biases, which the base would keep")
+        if (
+            trained.bias != "none"
+            or trained.lora_bias
+            or any(getattr(layer, "lora_variant", None) for layer in model.modules())
+        ):
+            fail(f"{args.start_adapter} trains biases, or is a variant of LoRA such as DoRA")
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if text_config.tie_word_embeddings and any(hasattr(layer, "base_layer") for layer in ends):
         fail(f"{name} has one matrix for input and output: leave both out of the adapter's layers")
@@ -1292,10 +1309,10 @@ def identity_of(run: Run) -> str:
     start adapter, the precision, the problems, and how rollouts are divided.
     """
     weights = {}
-    for name, p in run.model.named_parameters():
+    for name, p in run.model.state_dict(keep_vars=True).items():  # with the scales of NF4 blocks
         is_new = p.requires_grad and run.args.start_adapter is None
-        data = p.detach().flatten().view(torch.uint8)
-        weights[name] = (p.shape, None if is_new else int(data.sum()))
+        data = b"" if is_new else p.detach().flatten().view(torch.uint8).cpu().numpy()
+        weights[name] = (p.shape, hashlib.blake2b(data).hexdigest())
     parts = (
         weights,
         [layer.scaling for layer in run.model.modules() if hasattr(layer, "scaling")],
@@ -1395,13 +1412,13 @@ def resume(run: Run) -> None:
     if zipfile.ZipFile(existing[-1] / "state.pt").testzip() is not None:  # torch.load looks not
         fail(f"{existing[-1]} is damaged: delete it")
     state = torch.load(existing[-1] / "state.pt", map_location="cpu", weights_only=True)
-    if state["identity"] != run.identity:
+    if state["identity"] != run.identity or state["step"] > args.max_steps:
         fail(
             f"{existing[-1]} has another model, start adapter, --dtype, --load_in_4bit, scale or "
-            "layers of the adapter, size of rollouts or groups, or problems: change --output_dir"
+            "layers of the adapter, size of rollouts or groups, or problems, or is past "
+            "--max_steps: change --output_dir"
         )
-    flags = asdict(args).items()
-    changed = {name: value for name, value in flags if state["flags"].get(name) != value}
+    changed = {n: v for n, v in asdict(args).items() if state["flags"].get(n) != v}
     run.accelerator.print(f"step {state['step']}, going on with these flags changed: {changed}")
 
     run.model.load_state_dict(state["adapter"], strict=False)
@@ -1426,18 +1443,21 @@ def parse_args(argv: list[str] | None = None) -> Args:
         parser.set_defaults(**EMBEDDED_DEFAULTS)
         (args,) = parser.parse_args_into_dataclasses(argv)
     for name, value in vars(args).items():
-        is_number = isinstance(value, int | float)
-        if is_number and not LOWEST.get(name, 0) <= value < math.inf:
-            fail(f"--{name} {value} must be a number of at least {LOWEST.get(name, 0)}")
+        if isinstance(value, int | float) and not LOWEST.get(name, 0) <= value < 1e18:
+            fail(f"--{name} {value} must be between {LOWEST.get(name, 0)} and 1e18")
     if args.report_to != "none":
         __import__(args.report_to)  # Accelerate would leave out what it cannot import
 
-    if args.dtype is None:  # a GPU such as a T4 says that it has bf16, and emulates it slowly
-        has_bf16 = CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
-        args.dtype = "bfloat16" if has_bf16 else "float32"
+    if args.dtype is None:
+        args.dtype = (
+            "bfloat16"  # a GPU such as a T4 says that it has it, and emulates it slowly
+            if CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
+            else "float32"
+        )
     args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
     if config.exists():  # the adapter names its base, from wherever it is used
-        args.model_name_or_path = str(config.resolve().parent)
+        # The folder, because config.json itself may be a link, as in the Hub's cache.
+        args.model_name_or_path = str(config.parent.resolve())
     args.output_dir = args.output_dir or f"runs/{SCRIPT.stem}-{args.credit}-{args.seed}"
     return args
 
@@ -1455,36 +1475,51 @@ def run_to_the_end(args: Args) -> None:
     resume(run)
     if len(set(gather_object([run.step]))) > 1:
         fail("processes resume at different steps: put --output_dir where all can read it")
-    run.log = RunLog(accelerator, asdict(args) | {"trains": run.trains}, run.step)
     is_main = accelerator.is_main_process
-    run.bar = tqdm(total=args.max_steps, initial=run.step, disable=not is_main)
+    with open(Path(args.output_dir, "config.json"), "a", encoding="utf-8") as lock:
+        if is_main:  # two runs must not write into one folder
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"another run is writing into {args.output_dir}")
+            except OSError:  # a file system without locks
+                pass
+        run.log = RunLog(accelerator, asdict(args) | {"trains": run.trains}, run.step)
+        run.bar = tqdm(total=args.max_steps, initial=run.step, disable=not is_main)
 
-    def interrupt(number: int, frame: object) -> None:
-        """Ends the run, after the updates of a rollout if they have begun. It does so once."""
-        is_first = not run.is_interrupted
-        run.is_interrupted = True
-        if is_first and not run.is_updating:
-            raise KeyboardInterrupt
+        def interrupt(number: int, frame: object) -> None:
+            """Ends the run, at once or after the updates of this rollout if they have begun."""
+            run.is_interrupted = True
+            if not run.is_updating:
+                raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            # The other processes end when the main one has: it must not wait for one that is gone.
-            signal.signal(number, interrupt if is_main else signal.SIG_IGN)
-    try:
-        train(run)
-    except BaseException:  # a signal, or an error of a reward function, a tracker or the memory
-        save_checkpoint(run)
-        raise
-    finally:
-        run.bar.close()
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # in a notebook, others want it
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                # The other processes end when the main one has, which must not wait for them.
+                signal.signal(number, interrupt if is_main else signal.SIG_IGN)
+        try:
+            train(run)
+        except BaseException:  # a signal, or an error of a reward function, a tracker or the memory
+            run.is_updating = True  # another signal must not end this
+            save_checkpoint(run)
+            raise
+        finally:
+            run.bar.close()
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook wants it
 
-    if is_main:
-        run.model.save_pretrained(f"{args.output_dir}/adapter")
-        ends = {"eos_token_id": run.eos_ids.tolist(), "pad_token_id": run.tokenizer.pad_token_id}
-        print(report_run(run.log, run.groups, run.held_out[0], ends))
-    accelerator.wait_for_everyone()  # nobody may leave while another process writes
-    accelerator.end_training()
+        if is_main:
+            run.model.save_pretrained(f"{args.output_dir}/adapter")
+            print(
+                report_run(
+                    run.log,
+                    run.groups,
+                    run.held_out[0],
+                    run.eos_ids.tolist(),
+                    run.tokenizer.pad_token_id,
+                )
+            )
+        accelerator.wait_for_everyone()  # nobody may leave while another process writes
+        accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -26,14 +26,14 @@ MAX_CHARS = 500  # a longer answer is compared as a text only; MATH-500's longes
 MEMORY_BYTES = 2 << 30  # of a worker's address space
 CPU_SECONDS = 2.0  # for a pair; not by the clock, so that a busy machine changes no verdict
 
-Pair = tuple[str, str]  # (answer, gold answer), for math-verify
 
 # ---- Boxes ---------------------------------------------------------------------------------------
 BOX_OR_BRACE = re.compile(r"(?P<box>\\\\?boxed\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 # What may stand between two boxes of one list: `}$ or $x = \\boxed`
 JOINT = re.compile(
-    r"(?=[^=]*(?:[,;]|and|or))(?:[\s$,;~]|\\[,;:! ]|\\q?quad|\band\b|\bor\b"
-    r"|\\(?:text|mbox)[a-z]* ?\{[ ,]*(?:and|or) *\})*(?:[a-zA-Z](?:_\{?\w+\}?)? *= *)?"
+    r"(?=[^=]*(?:[,;]|and|or|\\lor))(?:[\s$,;~*]|\\[,;:! ()\[\]]|\\q?quad|\\lor\b|\band\b|\bor\b"
+    r"|\\(?:text|mbox)[a-z]* ?\{[ ,]*(?:and|or) *\})*"
+    r"(?:(?:\\[a-z]+ ?)?[a-zA-Z]{0,2}'?(?:_\{?\w+\}?)?(?:\([^()]*\))? *= *)?"
 )
 
 
@@ -78,7 +78,7 @@ def last_boxed(text: str) -> str | None:
             break
         last_start = start
         contents.insert(0, text[begin:end])
-    distinct = {number(tidy(content)) or content: content for content in contents}
+    distinct = {number(tidy(content[:MAX_CHARS])) or content: content for content in contents}
     return ", ".join(distinct.values())
 
 
@@ -109,13 +109,19 @@ def plain_characters(text: str) -> str:
 
 
 REWRITES = [
-    (r"\*\*(.*?)\*\*", r"\1"),  # bold in Markdown
-    (r"(?<![\\a-zA-Z])(pi|sqrt|exp)(?![a-zA-Z])", r"\\\1 "),
+    (r"(?<!\\)\\[()\[\]]", " "),  # formulas in a formula
+    (r"(?<![\w)\]}*])(\*{1,3}|__)(?=\S)(.*?)\1", r"\2"),  # bold in Markdown
+    (r"(?<=[\w)\]}]) ?\*\* ?(-?\w+|\([^()]*\))", r"^{\1}"),  # x**2
+    (r"([\^_])(\d)\1(\d)(?:\1(\d))?", r"\1{\2\3\4}"),  # x¹⁰
+    (r"-\^(\d|\{\d+\})", r"^{-\1}"),  # 10⁻³
+    (r"(?<![\\a-zA-Z])(pi|sqrt|exp|ln|log|sin|cos|tan)(?![a-zA-Z])", r"\\\1 "),
     (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\\exp ?\(([^()]*)\)", r"e^{\1}"),
     # 1,000 1{,}000 1\,000, but neither (1,000) nor 1, 000
     (r"(?<=\d)(?:,| |\{,\}|,?\\[!,;: ] ?|\\thinspace *)(?=\d{3}(?!\d))"
      r"(?![^(\[]*(?:[)\]]|\\\}))", ""),
+    (r"(?<=\d)[eE]([-+]?\d{1,3})(?![\w.^])", r" \\times 10^{\1}"),  # 1e5
+    (r"^\(([^(),]*)\)$", r"\1"),  # (5)
     (r"\\\\ ?\[[^\]]*\]", r"\\\\"),  # the gap between two rows: \\[4pt]
     (r"\\(?:left|right|displaystyle|q?quad)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|(?<!\\)\$|\s+", " "),
     (r"\\[dt](frac|binom)", r"\\\1"),
@@ -315,7 +321,7 @@ def read(text: str, problem: str) -> tuple[list[str], set[str], list[str]]:
     return values, names(words), others
 
 
-def settle(box: str, gold: str, problem: str) -> bool | list[Pair]:
+def settle(box: str, gold: str, problem: str) -> bool | list[tuple[str, str]]:
     """Returns whether an answer is right, or the pairs of which all must be equal if it is."""
     if box == gold or max(len(box), len(gold)) > MAX_CHARS:
         return box == gold != ""
@@ -357,9 +363,10 @@ def settle(box: str, gold: str, problem: str) -> bool | list[Pair]:
     if len(right_numbers) == len(wanted):
         if len(numbers) < len(found):
             return False  # it is left to compute
-        # Rounded, for a decimal that repeats ends somewhere.
-        rounded = sorted(round(size * scale, 12) for size in numbers)
-        return rounded == sorted(round(size, 12) for size in right_numbers) and (pairs or True)
+        # Nearly, for a decimal that repeats ends somewhere.
+        both = zip(sorted(numbers), sorted(right_numbers), strict=False)
+        are_near = all(10**12 * abs(a * scale - b) <= min(Fraction(1), abs(b)) for a, b in both)
+        return len(found) == len(wanted) and are_near and (pairs or True)
     are_sets = INEQUALITY.search(value) or INEQUALITY.search(gold_value)
     is_whole = scale == 1 and (len(found) == len(wanted) or are_sets is not None)
     return is_whole and [*pairs, (value, gold_value)]

@@ -1,7 +1,6 @@
 """What a run reads: problems, their prompts as token ids, and whether a model is whole."""
 
 import csv
-import datetime
 import functools
 import json
 import math
@@ -32,7 +31,7 @@ PROMPT_COLUMNS = ["problem", "question", "prompt"]
 ANSWER_COLUMNS = ["answer", "solution"]
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv")
 # Some chat templates write today's date. It is fixed, so that a run can go on on another day.
-TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
+FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 
 
 # ---- Rows of a data set --------------------------------------------------------------------------
@@ -55,9 +54,8 @@ def read_splits(name: str, config: str | None) -> dict[str, list[dict[str, Any]]
                 raise ValueError(f"a row of {name} has more or fewer cells than the header")
             return {"": rows}
         text = file.read()
-    if kind == ".jsonl":
-        lines = [line for line in text.split("\n") if line.strip()]
-        text = "[" + ",\n".join(lines) + "]"  # so that an error names the right line
+    if kind == ".jsonl":  # as one list of as many lines, so that an error names the right one
+        text = "[" + re.sub(r"(?<=\S)(\s*\n\s*)(?=\S)", r",\1", text) + "]"
     return {"": json.loads(text)}
 
 
@@ -96,7 +94,7 @@ def parse_rows(
         others = columns | row
         prompt = as_prompt(cell_of(others, prompt_key))
         others.pop(prompt_key, None)
-        cell = cell_of(others, answer_key)
+        cell = cell_of(others, answer_key) if answer_key else None
         steps = others.get("steps") or []
         has_steps = isinstance(steps, list) and all(type(step) is int for step in steps)
         if prompt is None or isinstance(cell, list | dict | bytes) or not has_steps:
@@ -194,16 +192,15 @@ def load_problems(
     test_split: str,
     eval_name: str | None,
     columns: tuple[str | None, str | None, bool],
-    max_eval_samples: int,
+    count: int,
     seed: int,
 ) -> tuple[list[Problem], list[Problem]]:
     """Returns the problems to train on, and the held-out ones, which may be among them.
 
     `columns` are those of prompts and answers, and whether answers are needed. The held-out
-    problems come from `eval_name` if that is given, else from the test split. Where there is none,
-    they are a fifth of the distinct problems at most, the same for every seed.
+    problems, `count` at most, come from `eval_name` if that is given, else from the test split. Of
+    a single split they are a fifth of the distinct problems at most, the same for every seed.
     """
-    count = max_eval_samples
     if name == EMBEDDED:
         if config not in [None, *"2345678"]:
             raise ValueError(f"--dataset_config of {EMBEDDED} is a number of operations, 2 to 8")
@@ -212,17 +209,20 @@ def load_problems(
         train = chain_problems(4096, held_out=False, seed=seed, length=length)
     else:
         splits = read_splits(name, config)
-        train = parse_rows(splits.get("") or splits[train_split], name, *columns)
+        train = parse_rows(splits["" if "" in splits else train_split], name, *columns)
 
     if (eval_name or name) == EMBEDDED:
         held_out = chain_problems(count, held_out=True, length=int(config or 0))
     elif eval_name:
         eval_splits = read_splits(eval_name, None)
-        held_out = parse_rows(eval_splits.get("") or eval_splits[test_split], eval_name, *columns)
-    elif test_split in splits and test_split != train_split:
+        held_out = parse_rows(
+            eval_splits["" if "" in eval_splits else test_split], eval_name, *columns
+        )
+    elif len(splits) > 1 and test_split != train_split:
         held_out = parse_rows(splits[test_split], name, *columns)
     else:
-        held_out = list({repr(problem.prompt): problem for problem in train}.values())
+        texts = ["\n".join(m["content"] for m in whole_prompt(p.prompt)).strip() for p in train]
+        held_out = list(dict(zip(texts, train, strict=True)).values())
         count = max(1, min(count, len(held_out) // 5))
     random.Random(0).shuffle(held_out)
     return train, held_out[:count]
@@ -317,13 +317,14 @@ def encode_prompt(
     """
     messages = whole_prompt(prompt, system_prompt)
     is_begun = messages[-1]["role"] == "assistant"
+    own = template_kwargs or {}
+    template = FIXED_DATE + tokenizer.get_chat_template(own.get("chat_template"))
     text = tokenizer.apply_chat_template(
         messages,
         tokenize=False,
         add_generation_prompt=not is_begun,
         continue_final_message=is_begun,
-        strftime_now=TEMPLATE_DATE.strftime,
-        **(template_kwargs or {}),
+        **own | {"chat_template": template},
     )
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -381,7 +382,8 @@ def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | 
         )
     layers = [layer for layer in base.modules() if hasattr(layer, "compute_dtype")]
     kinds = {(layer.weight.quant_type, layer.compute_dtype) for layer in layers}
-    if kinds != ({("nf4", getattr(torch, nf4_dtype))} if nf4_dtype else set()):
+    wanted = {("nf4", getattr(torch, nf4_dtype))} if nf4_dtype else set()
+    if kinds != wanted or getattr(base, "is_quantized", False) != bool(nf4_dtype):
         raise ValueError(f"{name} is quantized already, and not as --load_in_4bit and --dtype say")
     if nf4_dtype and any(p.dim() == 3 and min(p.shape) > 1 for p in base.parameters()):
         raise ValueError(

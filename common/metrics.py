@@ -156,6 +156,8 @@ def eval_metrics(
         known = [reward for reward in rewards if not math.isnan(reward)]
         if known:
             result[f"rewards/{name}"] = sum(known) / len(known)
+    if not result:
+        raise ValueError("held-out problems have no answers, and no reward function judges them")
     return result
 
 
@@ -206,12 +208,10 @@ class RunLog:
         self.metric = ""  # that chooses the best evaluation
         self.best_step = 0
         self.folder = Path(config["output_dir"])
-        self.title = self.folder.name
-        options = {"name": self.title}
         accelerator.init_trackers(
             "grpo",
             {name: str(value) for name, value in config.items()},
-            {"wandb": options, "trackio": options},
+            {tracker: {"name": self.folder.name} for tracker in ("wandb", "trackio")},
         )
         if accelerator.is_main_process:
             with open(self.folder / "config.json", "w", encoding="utf-8") as file:
@@ -276,10 +276,12 @@ class RunLog:
         By default the metric is the sampled accuracy or, where there is none, the first reward.
         """
         evaluations = {row["step"]: row["eval"] for row in self.rows if row.get("eval")}
-        names = next(iter(evaluations.values()))
+        names = next(reversed(evaluations.values()))
         default = "sampled_accuracy" if "sampled_accuracy" in names else next(iter(names))
         self.metric = self.config["metric_for_best_model"] or default
-        figures = {step: figures[self.metric] for step, figures in evaluations.items()}
+        figures = {
+            step: row[self.metric] for step, row in evaluations.items() if self.metric in row
+        }
         self.best_step = max(figures, key=figures.__getitem__)
 
 

@@ -37,7 +37,11 @@ PANELS = {
 
 
 def report_run(
-    log: RunLog, groups: list[dict[str, Any]], example: Problem, ends: dict[str, Any]
+    log: RunLog,
+    groups: list[dict[str, Any]],
+    example: Problem,
+    stop_ids: list[int],
+    pad_id: int | None,
 ) -> str:
     """Writes the files of a run that has ended, and returns what to print.
 
@@ -61,9 +65,9 @@ def report_run(
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     table = summary_table(summary, log.metric)
-    write_model_card(folder / "adapter/README.md", log.config, table, example, ends)
-    write_curves(folder / "curves.png", log.rows, log.title)
-    write_credit_page(folder / "credit.html", log.title, groups)
+    write_model_card(folder / "adapter/README.md", log.config, table, example, stop_ids, pad_id)
+    write_curves(folder / "curves.png", log.rows, folder.name)
+    write_credit_page(folder / "credit.html", folder.name, groups)
     return f"\n{table}\n\nEverything is in {folder}."
 
 
@@ -73,8 +77,10 @@ def describe_adapter(model: PeftModel) -> str:
     names = [name for name, module in model.named_modules() if isinstance(module, layer_types)]
     count = sum("lora_" not in name for name in names)
     trained, total = model.get_nb_trainable_parameters()
-    layers = len(model.base_model.targeted_module_names)
-    return f"{layers} of {count} linear layers, {trained:,} of {total:,} parameters"
+    return (
+        f"{len(model.base_model.targeted_module_names)} of {count} linear layers, "
+        f"{trained:,} of {total:,} parameters"
+    )
 
 
 def summary_table(summary: dict[str, Any], metric: str) -> str:
@@ -98,7 +104,12 @@ def summary_table(summary: dict[str, Any], metric: str) -> str:
 
 
 def write_model_card(
-    path: Path, config: dict[str, Any], table: str, example: Problem, ends: dict[str, Any]
+    path: Path,
+    config: dict[str, Any],
+    table: str,
+    example: Problem,
+    stop_ids: list[int],
+    pad_id: int | None,
 ) -> None:
     """Writes the README.md of a PEFT adapter, over the one that save_pretrained writes.
 
@@ -118,7 +129,8 @@ def write_model_card(
         is_dense=config["load_in_4bit"] and config["rollout_weights"] == "dense",
         folder=str(path.parent),
         messages=whole_prompt(example.prompt, config["system_prompt"]),
-        ends=ends,
+        stop_ids=stop_ids,
+        pad_id=pad_id,
         template_kwargs=json.loads(config["chat_template_kwargs"]),
     )
     path.write_text(f"{card}\n", encoding="utf-8", errors="replace")

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,10 @@ from accelerate.utils import gather_object
 from common.answers import last_boxed, settle
 from common.task import Problem, has_right_steps
 
-WORKER = Path(__file__).with_name("answers.py")
 MAX_TIMEOUTS = 30  # of one `grade`, a minute; after them it sends nothing to the worker
+NO_LISTS = (Mapping, Set, str, bytes)  # what a reward function must not return
 SAMPLED = "sampled_completions"
 ACCURACY = "accuracy_reward"  # the reward function that stands for the grader's own verdict
-
-RewardFunction = Callable[..., Any]  # by TRL's convention; see `call_reward_func`
 
 
 # ---- Grading -------------------------------------------------------------------------------------
@@ -79,7 +77,8 @@ class Grader:
 def start_worker() -> subprocess.Popen:
     """Returns a worker that is ready. It ends when this process closes its standard input."""
     worker = subprocess.Popen(
-        [sys.executable, "-P", str(WORKER)],  # -P: no file of the user's hides a library
+        # -P: no file of the user's hides a library
+        [sys.executable, "-P", str(Path(__file__).with_name("answers.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -103,25 +102,26 @@ def is_right(completion: str | list, gold: str, problem: str | list = "") -> boo
 # ---- Reward functions ----------------------------------------------------------------------------
 def load_reward_funcs(
     paths: list[str], weights: list[float] | None
-) -> tuple[dict[str, RewardFunction | None], torch.Tensor]:
+) -> tuple[dict[str, Callable | None], torch.Tensor]:
     """Returns F reward functions by name, from dotted paths as in TRL, and their weights [F].
 
     A function is None for accuracy_reward, which stands for the grader's own verdict.
     """
-    functions: dict[str, RewardFunction | None] = {}
-    for path in paths:
+    functions: dict[str, Callable | None] = {}
+    weights = weights or [1.0] * len(paths)
+    for path, weight in zip(paths, weights, strict=True):
         module_name, _, name = path.rpartition(".")
-        if name in functions:
-            raise ValueError(f"--reward_funcs has two functions {name}: drop or rename one")
+        if name in functions or not abs(weight) < 1e18:
+            raise ValueError(f"--reward_funcs has two functions {name}, or the weight {weight}")
         functions[name] = None
         if path != ACCURACY:
             sys.path.append(os.getcwd())  # at the end: no file there shall stand in for a library
             functions[name] = getattr(importlib.import_module(module_name), name)
-    return functions, torch.tensor(weights or [1.0] * len(paths), dtype=torch.float64)
+    return functions, torch.tensor(weights, dtype=torch.float64)
 
 
 def reward_values(
-    functions: dict[str, RewardFunction | None],
+    functions: dict[str, Callable | None],
     problems: list[Problem],
     texts: list[str],
     ids: list[list[int]],
@@ -173,7 +173,7 @@ def log_means(logged: dict[str, list[float]]) -> dict[str, float]:
 
 def call_reward_func(
     name: str,
-    function: RewardFunction,
+    function: Callable,
     problems: list[Problem],
     texts: list[str],
     ids: list[list[int]],
@@ -188,30 +188,32 @@ def call_reward_func(
     def log_metric(metric: str, value: float) -> None:
         logged.setdefault(f"rewards/{name}/{metric}", []).append(float(value))
 
+    problems = [copy.deepcopy(problem) for problem in problems]  # the function may change its own
     replies: list[Any] = []
     for problem, text in zip(problems, texts, strict=True):
-        is_text = isinstance(problem.prompt, str)
-        replies.append(text if is_text else [{"role": "assistant", "content": text}])
-    inputs = {
-        column: [problem.columns[column] for problem in problems] for column in problems[0].columns
-    }  # fmt: skip  all problems have the same ones
-    inputs["gold"] = [problem.answer for problem in problems]
-    inputs["prompts"] = [problem.prompt for problem in problems]
-    inputs["completions"] = replies
-    inputs["completion_ids"] = ids
-    inputs = copy.deepcopy(inputs)  # the function may change its own ones only
+        replies.append(
+            text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
+        )
+    inputs: dict[str, list] = {"gold": [problem.answer for problem in problems]}
+    for column in problems[0].columns:  # all problems have the same ones
+        inputs[column] = [problem.columns[column] for problem in problems]
+    inputs |= {
+        "prompts": [problem.prompt for problem in problems],
+        "completions": replies,
+        "completion_ids": copy.deepcopy(ids),
+    }
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if takes_any or "log_metric" in parameters:
         inputs["log_metric"] = log_metric  # type: ignore[assignment]
     try:
-        values = function(**inputs)
+        with contextlib.chdir(os.getcwd()):  # it may go elsewhere
+            values = function(**inputs)
+        numbers = [None if value is None else float(value) for value in values]
     except SystemExit as end:  # its exit code may be 0
         raise RuntimeError(f"the reward function {name} has ended the program") from end
-    if isinstance(values, dict | str):
-        raise TypeError(f"the reward function {name} must return a list of numbers")
-    numbers = [math.nan if value is None else float(value) for value in values]
-    if len(numbers) != len(texts) or any(abs(number) > 1e18 for number in numbers):
-        raise ValueError(f"the reward function {name} returned {len(numbers)} numbers for "
-                         f"{len(texts)} completions, or one beyond 1e18")  # fmt: skip
-    return numbers
+    are_right = all(number is None or abs(number) <= 1e18 for number in numbers)  # not NaN
+    if len(numbers) != len(texts) or not are_right or isinstance(values, NO_LISTS):
+        raise ValueError(f"the reward function {name} must return a list of {len(texts)} numbers "
+                         f"up to 1e18, or None, and not {str(values)[:80]}")  # fmt: skip
+    return [math.nan if number is None else number for number in numbers]

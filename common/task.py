@@ -102,7 +102,8 @@ def token_roles(pieces: list[str], problem: Problem) -> list[str]:
     for (begin, end), truth in zip(claims, [*problem.steps, problem.answer], strict=True):
         claim = text[begin:end]
         if claim.replace(",", "") != str(truth):
-            first_error = begin + len(os.path.commonprefix([claim, str(truth)]))
+            common = os.path.commonprefix([claim, str(truth)])  # noqa: RUF071  of texts, not of paths
+            first_error = begin + len(common)
             break
     if first_error < math.inf:
         first_error = min(first_error, len(text) - 1)

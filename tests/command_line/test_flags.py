@@ -22,6 +22,7 @@ from accelerate.utils import DynamoBackend
 from support import ROOT, SCRIPTS, TINY, few_chains, refusal
 
 import grpo_arca
+from common.reward import load_reward_funcs
 
 BASE = {
     "dataset_name": "good.jsonl", "max_steps": "2", "max_completion_length": "8",
@@ -205,12 +206,13 @@ def test_what_is_no_flag_is_named(argv, capsys):
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("text", ["nan", "inf"])
 def test_a_number_that_is_not_finite_is_refused(script, text):
-    """Of every flag that is a number, or a list of them."""
+    """Of every flag that is a number, or a list of them: weights, where functions are loaded."""
     module = importlib.import_module(script)
     hints = typing.get_type_hints(module.Args)
     names = [name for name, hint in hints.items() if re.search(r"\b(int|float)\b", str(hint))]
     assert len(names) >= 30
-    for name in TESTED[script].keys() & set(names):
+    assert refusal(lambda: load_reward_funcs(["accuracy_reward"], [float(text)]))
+    for name in TESTED[script].keys() & set(names) - {"reward_weights"}:
         with pytest.raises(SystemExit):
             module.parse_args([f"--{name}={text}"])
             pytest.fail(f"--{name} {text} passes")

@@ -1,7 +1,9 @@
 """OAR against a reference that follows the paper row by row: whole forwards, no cache, no batch."""
 
+import contextlib
 import functools
 import math
+import os
 from dataclasses import replace
 
 import numpy
@@ -408,3 +410,40 @@ def test_controls_keep_the_weights_and_lose_their_places(make_run):
             assert effn[0].item() == pytest.approx(effn[1].item(), rel=2e-2)
         for other in ("random", "shuffled"):
             assert torch.equal(weights[other][row, length:], weights["oar_g"][row, length:])
+
+
+def ranks(values: Tensor) -> Tensor:
+    """Returns the ranks of numbers [N]; equal ones share the mean of theirs."""
+    smaller = values[:, None] > values
+    equal = values[:, None] == values
+    return smaller.sum(1) + (equal.sum(1) + 1) / 2
+
+
+@pytest.mark.slow
+def test_oar_p_in_bf16_ranks_tokens_as_well_as_its_docstring_says(make_run):
+    """Spearman's correlation with scores in fp32, in completions of the default task. Run it with
+    -s for the figures; OAR_RANKS=128 makes those of the docstring."""
+    count = int(os.environ.get("OAR_RANKS", "32"))
+    run = make_run(
+        grpo_oar, credit="oar_p", dtype="bfloat16", adapter=None, max_completion_length=80,
+        num_generations=8, per_device_train_batch_size=count,
+    )  # fmt: skip
+    batch = grpo_oar.collect(run, {})
+    batch.advantages = torch.ones(count)  # all are scored
+    with torch.no_grad():
+        in_bf16 = grpo_oar.token_scores(run, batch, {})
+        run.args.rollout_weights = "quantized"
+        run.accelerator.autocast = contextlib.nullcontext
+        as_fp32(run)
+        in_fp32 = grpo_oar.token_scores(run, batch, {})
+    found = []
+    for row in range(count):
+        is_scored = batch.mask[row] & (in_fp32[row] >= 0)
+        if is_scored.sum() >= 5:
+            pair = torch.stack([ranks(in_bf16[row, is_scored]), ranks(in_fp32[row, is_scored])])
+            found.append(pair.corrcoef()[0, 1])
+    correlations = torch.stack(found)
+    print(
+        f"{len(found)} completions: mean {correlations.mean():.3f}, worst {correlations.min():.3f}"
+    )
+    assert 0.85 < correlations.mean() < 0.99

@@ -414,4 +414,4 @@ def test_a_call_holds_whole_groups(run_main, tmp_path):
     flags = {"per_device_rollout_batch_size": 3, "num_generations_eval": 2, "max_steps": 1}
     run_main(reward_funcs="groups_of_test_reward.f", **flags)
     calls = (tmp_path / "calls.txt").read_text().splitlines()
-    assert set(calls) == {"[4]", "[4, 4]", "[1, 1]", "[2, 2]"}
+    assert set(calls) == {"[4]", "[4, 4]", "[2, 2]"}
