@@ -63,7 +63,7 @@ SHARED = {
     "num_generations": ("2 4", "1 0 -2 1.5 x"),
     "max_completion_length": ("1 8 64", "0 -1 1.5 100000"),
     "temperature": ("0.1 0.7 1 5", "0 -1 nan inf x"),
-    "top_p": ("0.01 0.5 1", "0 -0.1 nan inf"),
+    "top_p": ("0.01 0.5 1", "0 -0.1 1.5 nan inf"),
     "max_resample_times": ("0 1 2", "-1 1.5 x"),
     "rollout_weights": ("dense quantized", "auto DENSE"),
     "per_device_rollout_batch_size": ("0 1 3 100", "-1 1.5 x"),
@@ -194,6 +194,13 @@ def test_the_embedded_policy_has_its_own_defaults_wherever_it_lies(tmp_path):
         args = vars(grpo_arca.parse_args([*flags, "--lora_r", "32"]))
         assert args == args | expected
     assert grpo_arca.parse_args(["--model_name_or_path", "Qwen/Qwen3-1.7B"]).learning_rate == 4e-5
+
+
+def test_a_base_whose_files_are_links_keeps_its_own_path(tmp_path):
+    """As in the Hub's cache, where they lead to a folder that is no model."""
+    (tmp_path / "config.json").symlink_to(Path(TINY, "config.json"))
+    args = grpo_arca.parse_args(["--model_name_or_path", str(tmp_path)])
+    assert args.model_name_or_path == str(tmp_path)
 
 
 # ---- What is refused at once ---------------------------------------------------------------------

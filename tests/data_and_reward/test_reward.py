@@ -2,8 +2,10 @@ r"""What `accuracy_reward` calls right, and reward functions of one's own."""
 
 # ruff: noqa: RUF001  (characters that look like others are tried here)
 import math
+import os
 import re
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -71,6 +73,7 @@ RIGHT = [
     (r"2\frac{1}{2}", r"\frac{5}{2}"), ("2 1/2", "2.5"), (r"-2\tfrac12", "-2.5"),
     (r"1\,000", "1000"), ("1{,}000", "1000"), ("12 345 678.5", "12345678.5"),
     (r"0.\overline{3}", r"\frac13"), (r"\approx 3.14", "3.14"), (r"10^2\cdot10^3", "100000"),
+    ("1e5", "100000"), ("1E3", "1000"), ("1e-5", "0.00001"), ("(5)", "5"),
     # expressions, lists and sets
     ("5", "x=5"), ("x = 5", "5"), ("12=x", "12"), (r"\sqrt{8}", r"2\sqrt{2}"), ("-q + p", "p - q"),
     (r"(3, \pi/2)", r"\left( 3, \frac{\pi}{2} \right)"), ("5, 3, 7", "3, 5, 7"), ("S = s^2", "s^2"),
@@ -107,6 +110,7 @@ WRONG = [
     ("0", r"1.6\times10^{-19}"), (r"6.7\times10^{-34}", r"1\times10^{-40}"), ("1e-20", "1e-21"),
     ("12345678901234567890123456789", "12345678901234567890123456788"), ("18.01", "18"),
     ("x" * 501, "7"), (".0000674", ".0000672"), (r"0.\overline{30}", r"\frac13"), ("1e3", "1"),
+    ("1e5", "10000"), ("1E3", "100"), ("1e-5", "0.0001"), ("(6)", "5"),
     # what is left to compute, and numbers side by side
     ("40 + 2", "42"), (r"21 \cdot 2", "42"), ("40 2", "42"), ("(40)(2)", "42"), (r"40\,2", "42"),
     (r"40\text{ }2", "42"), ("40{2}", "42"), ("-40 82", "42"), (r"\frac{80}{2} 2", "42"),
@@ -287,12 +291,18 @@ def test_a_reward_function_gets_what_trl_gives_it():
     assert seen["prompts"] == [CHAT, CHAT]
     assert seen["completions"] == [[{"role": "assistant", "content": t}] for t in ("x", "yy")]
     assert called(with_few_arguments, problems[:1] * 2) == [1.0, 1.0]
+    called(function, [Problem("a", "3", (), {"gold": "a column"})] * 2)
+    assert seen["gold"] == ["a column"] * 2
 
 
 def test_a_reward_function_gets_copies():
+    """Of the data, and for each completion of a group its own."""
+
     def edit(prompts, completions, completion_ids, levels, **_):
-        for cells in (prompts[0], completions[0], completion_ids[0], levels[0], levels):
+        for cells in (prompts[0], completions[0], completion_ids[0], levels[0]):
             cells.clear()
+        assert (prompts[1], levels[1]) == (CHAT, ["easy"])
+        levels.clear()
         return [1, 2]
 
     problems = [Problem(list(CHAT), "4", (), {"levels": ["easy"]})] * 2
@@ -313,6 +323,17 @@ def test_rewards_may_be_numbers_of_any_kind_and_none_is_no_judgement():
     assert math.isnan(called(returns([1, None]))[1])
 
 
+def test_a_reward_function_may_go_to_another_folder(tmp_path, monkeypatch):
+    """The run stays in its own, where it writes."""
+
+    def go(**_):
+        os.chdir("/")
+        return [1, 2]
+
+    monkeypatch.chdir(tmp_path)
+    assert called(go) == [1, 2] and Path.cwd() == tmp_path
+
+
 def exits_later(**_):
     yield 1.0
     sys.exit(0)
@@ -325,9 +346,8 @@ def test_a_reward_function_that_exits_after_its_first_value_is_an_error():
 
 
 NO_REWARDS = [
-    [math.nan, 1],
-    {"a": 1, "b": 2}, "12", [1.0], [1, 2, 3], [], [1.0, 1e39], [-math.inf, 1], [1j, 1], [1, []],
-    [1.0, "x"], None, 1.0, [10**400, 1],
+    [math.nan, 1], {"a": 1, "b": 2}, {1, 2}, "12", b"12", [1.0], [1, 2, 3], [], [1.0, 1e39],
+    [-math.inf, 1], [1j, 1], [1, []], [1.0, "x"], None, 1.0, [10**400, 1],
 ]  # fmt: skip
 
 

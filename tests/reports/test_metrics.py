@@ -42,6 +42,8 @@ def test_accuracies_and_pass_at_k_are_counted_over_every_subset_of_samples():
     assert figures == pytest.approx(expected)
     unanswered = [(kind, problem, [math.nan, 1.0]) for kind, problem, _ in verdicts]
     assert eval_metrics(["accuracy_reward", "length"], unanswered) == {"rewards/length": 1.0}
+    with pytest.raises(ValueError, match="no answers, and no reward function judges them"):
+        eval_metrics(["accuracy_reward"], unanswered)
 
 
 def naive_stats(row: list[float]) -> list[float]:
@@ -140,13 +142,26 @@ def test_completions_that_were_replaced_are_counted(make_run):
     assert figures["sampled_completions"] == 24
 
 
-# ---- METRICS.md ----------------------------------------------------------------------------------
 def pays(completions, log_metric, **_):
     """A reward function that logs a figure, and gives rewards that differ."""
     log_metric("letters", len(completions[0]))
     return [float(i % 2) for i in range(len(completions))]
 
 
+def test_an_own_accuracy_reward_stands_beside_the_graders_verdict(make_run):
+    run = make_run(max_eval_samples=1, num_generations_eval=2, max_completion_length=4)
+    run.reward_funcs = {"accuracy_reward": pays}
+    run.log = run.bar = mock.Mock()
+    grpo_arca.evaluate(run)
+    assert run.log.write.call_args.args[0]["eval"] == {
+        "greedy_accuracy": 0.0,
+        "sampled_accuracy": 0.0,
+        "pass@2": 0.0,
+        "rewards/accuracy_reward": 0.5,
+    }
+
+
+# ---- METRICS.md ----------------------------------------------------------------------------------
 def documented_keys(script: str) -> set[str]:
     """Returns the keys in the page's tables, but for sections that are only another script's."""
     keys = set()
@@ -233,3 +248,12 @@ def test_the_best_evaluation_is_the_first_with_the_highest_figure(tmp_path):
                 {"step": step, "eval": {"sampled_accuracy": accuracy, "rewards/mine": reward}}
             )
         assert log.best_step == expected
+
+
+def test_a_run_without_answers_may_go_on_with_another_reward_function(tmp_path):
+    """The best evaluation is then the best by the newest one's figure."""
+    open_log(tmp_path).write({"step": 0, "eval": {"rewards/first": 0.9}})
+    log = open_log(tmp_path, resume_step=1)
+    for step, reward in ((1, 0.5), (2, 0.4)):
+        log.write({"step": step, "eval": {"rewards/other": reward}})
+    assert (log.metric, log.best_step) == ("rewards/other", 1)

@@ -162,6 +162,16 @@ def test_a_base_that_was_quantized_otherwise_is_refused(llama, tmp_path, kind):
         assert sentence in refused(tmp_path, "--dtype", "float32")
 
 
+def test_a_base_that_was_quantized_by_another_method_is_refused(llama):
+    """Its layers have no `compute_dtype`, as those of 8 bits, but transformers marks the model."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    loading: dict[str, list] = {"missing_keys": [], "unexpected_keys": []}
+    common.data.check_base(model, loading, None)
+    model.is_quantized = True
+    sentence = refusal(lambda: common.data.check_base(model, loading, None))
+    assert "is quantized already, and not as --load_in_4bit" in sentence
+
+
 # ---- Layers that get an adapter ------------------------------------------------------------------
 def test_targets_are_all_found_or_refused(llama):
     """PEFT would train those that it finds. A part of a name is not the name."""

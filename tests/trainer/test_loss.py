@@ -116,6 +116,38 @@ def test_negative_weight_scales_what_is_below_the_mean(make_run):
     assert torch.equal(advantages[1], expected) and (expected < 0).any()
 
 
+def pays(*values):
+    """Returns a reward function that gives these rewards in turn."""
+
+    def function(completions, **_):
+        return list(values) * (len(completions) // len(values))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights", "second", "count"),
+    [
+        ("sum_then_normalize", [1.0, 1.0], (1.0, 1.0), 8),
+        ("sum_then_normalize", [0.0, 1.0], (1.0, 1.0), 16),
+        ("sum_then_normalize", [1.0, 1.0], (0.0, 1.0), 16),
+        ("normalize_then_sum", [1.0, 1.0], (0.0, 1.0), 8),
+    ],
+)
+def test_a_group_is_drawn_again_where_its_advantages_would_be_0(
+    make_run, aggregation, weights, second, count
+):
+    """The first function gives 1 and 0 in turn. GDPO normalizes each before they are summed."""
+    run = make_run(
+        multi_objective_aggregation=aggregation, max_resample_times=1, max_completion_length=4
+    )
+    run.reward_funcs = {"first": pays(1.0, 0.0), "second": pays(*second)}
+    run.reward_weights = torch.tensor(weights, dtype=torch.float64)
+    figures = {}
+    grpo_arca.collect(run, figures)
+    assert figures["sampled_completions"] == count
+
+
 # ---- The loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize(("beta", "correction"), [(0.0, True), (0.1, True), (0.1, False)])

@@ -135,6 +135,25 @@ def test_processes_that_find_different_checkpoints_do_not_go_on(run_main, monkey
     assert "put --output_dir where all can read it" in said
 
 
+def test_a_folder_has_one_run_at_a_time(run_main, monkeypatch):
+    """A second one is refused, also one that would go on, until the first has failed."""
+    said = []
+
+    def train_beside_another(run):
+        with monkeypatch.context() as patch:
+            patch.setattr(grpo_arca, "train", train)
+            said.append(run_main(max_steps=0, **GO_ON))
+        raise OSError("the first has failed")
+
+    train = grpo_arca.train
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the first has failed"):
+        patch.setattr(grpo_arca, "train", train_beside_another)
+        run_main(max_steps=0)
+    ((code, _, sentence),) = said
+    assert code == 1 and "another run is writing into out" in sentence
+    assert run_main(max_steps=0, **GO_ON)[0] == 0
+
+
 # ---- Checkpoints ---------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def first(make_run, tmp_path_factory):
@@ -198,6 +217,7 @@ CHANGES = {
     "max_eval_samples": 7,
     "system_prompt": "Be brief.",
     "seed": 2,  # other problems of the embedded task
+    "max_steps": 0,  # the checkpoint is past it
 }
 
 
@@ -215,6 +235,25 @@ def test_what_defines_policy_and_data_must_stay(again, first, tmp_path, name):
     sentence = refusal(lambda: grpo_arca.resume(run))
     assert "checkpoint-1 has another model, start adapter" in sentence
     assert run.step == 0
+
+
+def test_the_identity_is_of_every_byte_of_the_base(make_run):
+    """Also where their sum stays: weights of twice the size have the same codes, and rows that
+    change places the same numbers. The adapter, which is new, acts and is not looked at."""
+    run = make_run()
+    found = [run.identity, grpo_arca.identity_of(run)]
+    base = run.model.get_base_model().model
+    scales = base.layers[0].mlp.up_proj.weight.quant_state
+    scales.state2.absmax *= 2
+    scales.offset *= 2
+    found.append(grpo_arca.identity_of(run))
+    norm = base.norm.weight.data
+    norm.copy_(norm.flip(0))
+    found.append(grpo_arca.identity_of(run))
+    embedding = base.embed_tokens.weight.data
+    embedding[:2] = embedding[:2].flip(0)
+    found.append(grpo_arca.identity_of(run))
+    assert found[0] == found[1] and len(set(found)) == 4
 
 
 def test_what_only_steers_training_may_change(again, first, tmp_path, capsys):
