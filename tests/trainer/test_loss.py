@@ -134,10 +134,10 @@ def pays(*values):
         ("normalize_then_sum", [1.0, 1.0], (0.0, 1.0), 8),
     ],
 )
-def test_a_group_is_drawn_again_where_its_advantages_would_be_0(
+def test_a_group_is_drawn_again_by_its_weighted_sum_or_for_gdpo_by_each_reward(
     make_run, aggregation, weights, second, count
 ):
-    """The first function gives 1 and 0 in turn. GDPO normalizes each before they are summed."""
+    """The first function gives 1 and 0 in turn. Where GDPO normalizes each, no sum is looked at."""
     run = make_run(
         multi_objective_aggregation=aggregation, max_resample_times=1, max_completion_length=4
     )
