@@ -600,13 +600,12 @@ def collect(run: Run, metrics: dict) -> Batch:
 
     # Sample and grade. A group with equal rewards teaches nothing, and may be replaced.
     logged: dict[str, list[float]] = {}
-    is_gdpo = args.multi_objective_aggregation == "normalize_then_sum"
     with timed(metrics, "seconds_rollout"):
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
-            # GDPO looks at each reward alone, and the others at their sum.
-            judged = batch.values if is_gdpo else batch.rewards[:, None]
-            flat = rows_with_equal_rewards(judged, args.num_generations)
+            values = batch.values.unflatten(0, (-1, args.num_generations))
+            found = aggregated_advantages(args, values, run.reward_weights)
+            flat = rows_with_equal_rewards(found.view(-1, 1), args.num_generations)
             if len(flat) == 0:
                 break
             batch.put(flat, sample_attempt(run, rows[flat.cpu()], attempt, logged))
@@ -1472,9 +1471,6 @@ def run_to_the_end(args: Args) -> None:
     )
     check_model(run)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    resume(run)
-    if len(set(gather_object([run.step]))) > 1:
-        fail("processes resume at different steps: put --output_dir where all can read it")
     is_main = accelerator.is_main_process
     with open(Path(args.output_dir, "config.json"), "a", encoding="utf-8") as lock:
         if is_main:  # two runs must not write into one folder
@@ -1484,6 +1480,9 @@ def run_to_the_end(args: Args) -> None:
                 fail(f"another run is writing into {args.output_dir}")
             except OSError:  # a file system without locks
                 pass
+        resume(run)
+        if len(set(gather_object([run.step]))) > 1:
+            fail("processes resume at different steps: put --output_dir where all can read it")
         run.log = RunLog(accelerator, asdict(args) | {"trains": run.trains}, run.step)
         run.bar = tqdm(total=args.max_steps, initial=run.step, disable=not is_main)
 

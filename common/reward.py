@@ -209,7 +209,7 @@ def call_reward_func(
     try:
         with contextlib.chdir(os.getcwd()):  # it may go elsewhere
             values = function(**inputs)
-        numbers = [None if value is None else float(value) for value in values]
+            numbers = [None if value is None else float(value) for value in values]
     except SystemExit as end:  # its exit code may be 0
         raise RuntimeError(f"the reward function {name} has ended the program") from end
     are_right = all(number is None or abs(number) <= 1e18 for number in numbers)  # not NaN

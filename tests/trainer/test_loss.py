@@ -131,13 +131,15 @@ def pays(*values):
         ("sum_then_normalize", [1.0, 1.0], (1.0, 1.0), 8),
         ("sum_then_normalize", [0.0, 1.0], (1.0, 1.0), 16),
         ("sum_then_normalize", [1.0, 1.0], (0.0, 1.0), 16),
-        ("normalize_then_sum", [1.0, 1.0], (0.0, 1.0), 8),
+        ("normalize_then_sum", [1.0, 1.0], (1.0, 1.0), 8),
+        ("normalize_then_sum", [0.0, 1.0], (1.0, 1.0), 16),
+        ("normalize_then_sum", [1.0, 1.0], (0.0, 1.0), 16),
     ],
 )
-def test_a_group_is_drawn_again_by_its_weighted_sum_or_for_gdpo_by_each_reward(
+def test_a_group_is_drawn_again_if_its_advantages_are_equal(
     make_run, aggregation, weights, second, count
 ):
-    """The first function gives 1 and 0 in turn. Where GDPO normalizes each, no sum is looked at."""
+    """The first function gives 1 and 0 in turn. Sums count, for GDPO those of what it normalizes."""
     run = make_run(
         multi_objective_aggregation=aggregation, max_resample_times=1, max_completion_length=4
     )
