@@ -139,7 +139,7 @@ def pays(*values):
 def test_a_group_is_drawn_again_if_its_advantages_are_equal(
     make_run, aggregation, weights, second, count
 ):
-    """The first function gives 1 and 0 in turn. Sums count, for GDPO those of what it normalizes."""
+    """The first function gives 1 and 0 in turn. Sums count; GDPO normalizes first."""
     run = make_run(
         multi_objective_aggregation=aggregation, max_resample_times=1, max_completion_length=4
     )
