@@ -205,8 +205,6 @@ class RunLog:
         self.rows: list[dict[str, Any]] = []
         self.accelerator = accelerator
         self.config = config
-        self.metric = ""  # that chooses the best evaluation
-        self.best_step = 0
         self.folder = Path(config["output_dir"])
         accelerator.init_trackers(
             "grpo",
@@ -271,7 +269,7 @@ class RunLog:
         return updates[-10:] == [1.0] * 10
 
     def choose_best(self) -> None:
-        """Finds the evaluation with the highest --metric_for_best_model, the first of equals.
+        """Sets `metric` and `best_step`: the evaluation where it is highest, the first of equals.
 
         By default the metric is the sampled accuracy or, where there is none, the first reward.
         """
@@ -282,6 +280,8 @@ class RunLog:
         figures = {
             step: row[self.metric] for step, row in evaluations.items() if self.metric in row
         }
+        if not figures:
+            raise ValueError(f"--metric_for_best_model {self.metric} is none of {list(names)}")
         self.best_step = max(figures, key=figures.__getitem__)
 
 
