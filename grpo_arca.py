@@ -91,7 +91,7 @@ from common.reward import (
     load_reward_funcs,
     log_means,
     reward_values,
-    rows_with_equal_rewards,
+    rows_without_signal,
     weighted_sum,
 )
 from common.task import Problem
@@ -574,11 +574,10 @@ def collect(run: Run, metrics: dict) -> Batch:
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
             values = batch.values.unflatten(0, (-1, args.num_generations))
-            found = aggregated_advantages(args, values, run.reward_weights)
-            flat = rows_with_equal_rewards(found.view(-1, 1), args.num_generations)
-            if len(flat) == 0:
+            again = rows_without_signal(aggregated_advantages(args, values, run.reward_weights))
+            if len(again) == 0:
                 break
-            batch.put(flat, sample_attempt(run, rows[flat.cpu()], attempt, logged))
+            batch.put(again, sample_attempt(run, rows[again.cpu()], attempt, logged))
     batch = batch.select(torch.arange(len(rows)))  # without needless columns
     metrics |= log_means(logged)
 

@@ -216,8 +216,11 @@ class RunLog:
                 json.dump(config | {"environment": environment()}, file, indent=2)
             for name in ("completions.jsonl", "metrics.jsonl"):
                 self.rows = rows_until(self.folder / name, resume_step)
-                lines = [json.dumps(row) + "\n" for row in self.rows]
-                (self.folder / name).write_text("".join(lines), encoding="utf-8")
+                unfinished = self.folder / "unfinished.jsonl"  # a kill here must not lose the log
+                unfinished.write_text(
+                    "".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8"
+                )
+                unfinished.rename(self.folder / name)
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row. It is on its way to the disk when this returns."""

@@ -41,8 +41,8 @@ class Grader:
     def grade(self, completions: Sequence[str], problems: Sequence[Problem]) -> list[float]:
         """Returns 1.0 for each completion with the right final answer, and else 0.0, in order.
 
+        Of a problem with steps every step must be right as well: slips that cancel earn nothing.
         NaN stands where a problem has no answer.
-        For a problem with steps every step must be right as well: slips that cancel earn nothing.
         """
         verdicts = []
         limit = self.timeouts + MAX_TIMEOUTS
@@ -151,11 +151,10 @@ def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return sums.masked_fill(values.isnan().all(-1), torch.nan)
 
 
-def rows_with_equal_rewards(values: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Returns the numbers of the completions whose group has equal rewards, from values [B, F]."""
-    groups = values.nan_to_num(-1e30).unflatten(0, (-1, group_size))
-    is_flat = (groups == groups[:, :1]).flatten(1).all(1)  # [groups]
-    return is_flat.repeat_interleave(group_size).nonzero().squeeze(1)
+def rows_without_signal(advantages: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers of the completions whose group has equal advantages, of [prompts, G]."""
+    is_flat = (advantages == advantages[:, :1]).all(1)  # [prompts]
+    return is_flat.repeat_interleave(advantages.shape[1]).nonzero().squeeze(1)
 
 
 def log_means(logged: dict[str, list[float]]) -> dict[str, float]:

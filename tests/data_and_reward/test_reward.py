@@ -379,14 +379,9 @@ def test_several_rewards_are_summed_by_their_weights():
     }  # fmt: skip
 
 
-def test_groups_with_equal_rewards():
-    nan = math.nan
-    groups = [[0, 0], [0, 1], [nan, nan], [nan, 0], [2, 2]]
-    values = torch.tensor(groups, dtype=torch.float64).view(-1, 1)
-    assert reward.rows_with_equal_rewards(values, 2).tolist() == [0, 1, 4, 5, 8, 9]
-    second = torch.tensor([0.0, 1.0] + [0.0] * 8, dtype=torch.float64)
-    both = torch.cat((values, second[:, None]), 1)  # any reward that differs teaches something
-    assert reward.rows_with_equal_rewards(both, 2).tolist() == [4, 5, 8, 9]
+def test_rows_of_groups_with_equal_advantages():
+    advantages = torch.tensor([[0.0, 0.0], [-1.0, 1.0], [0.5, 0.5]])
+    assert reward.rows_without_signal(advantages).tolist() == [0, 1, 4, 5]
 
 
 def test_numbers_that_a_reward_function_logs():

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -201,6 +202,21 @@ def test_what_a_run_writes_is_documented_and_what_is_documented_is_written(scrip
 def open_log(folder, resume_step: int = 0, **config) -> RunLog:
     flags = {"output_dir": str(folder), "metric_for_best_model": None, "num_generations": 2}
     return RunLog(Accelerator(cpu=True), flags | config, resume_step)
+
+
+def test_a_full_disk_at_a_resume_leaves_the_log(tmp_path, monkeypatch):
+    """Rows after the checkpoint are cut off in a file beside it."""
+    rows = '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.5}\n'
+    (tmp_path / "completions.jsonl").write_text(rows)
+
+    def full_disk(path, *_, **__):
+        path.open("w").close()
+        raise OSError
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(OSError):
+        open_log(tmp_path, resume_step=1)
+    assert (tmp_path / "completions.jsonl").read_text() == rows
 
 
 def test_the_log_is_strict_json_and_a_tracker_gets_the_same(tmp_path, monkeypatch):

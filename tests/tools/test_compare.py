@@ -12,14 +12,14 @@ STEPS = 20
 
 
 def fake_run(folder: Path, name: str, seed: int, commit: str = "a1", **flags: object) -> Path:
-    """Writes what a run leaves: a reward of 0.01 a step, and 0.1 more for each seed."""
+    """Writes what a run leaves: a thousandth of the squared step, and 0.1 more for each seed."""
     out = folder / f"{name}-{seed}"
     out.mkdir(parents=True)
     environment = {"command": [f"/x/{name}.py", str(seed)], "commit": commit}
     config = {"credit": name, "seed": seed, "output_dir": str(out), "environment": environment}
     (out / "config.json").write_text(json.dumps(config | flags))
     steps = range(1, STEPS + 1)
-    rows = [{"step": step, "reward": 0.01 * step + 0.1 * seed, "loss": 0.0} for step in steps]
+    rows = [{"step": step, "reward": 0.001 * step**2 + 0.1 * seed, "loss": 0.0} for step in steps]
     rows[4]["reward"] = None  # no reward function applied
     rows.insert(0, {"step": 0, "eval": {"sampled_accuracy": 0.3}})
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -43,15 +43,15 @@ def test_runs_that_differ_in_the_seed_and_in_where_they_ran_are_one_group(tmp_pa
     assert list(found) == ["1  arca-1 and 2 more"]
     (members,) = found.values()
     assert [run.after for run in members] == pytest.approx([0.6, 0.7, 0.8])
-    assert members[1].rewards[2] == pytest.approx(0.22)
+    assert members[1].rewards[2] == pytest.approx(0.204)
     assert np.isnan(members[1].rewards[5])
 
 
 def test_a_label_is_the_folder_and_what_differs_from_others_that_have_the_flag(tmp_path):
     found = groups(
-        fake_run(tmp_path, "arca", 1, sharpening=1, rate=0.1, beta=0),
-        fake_run(tmp_path, "arca", 2, sharpening=2, rate=0.1, beta=0),
-        fake_run(tmp_path, "oar", 1, rate=0.1, beta=0),
+        fake_run(tmp_path, "arca", 1, sharpening=1, power=3, rate=0.1),
+        fake_run(tmp_path, "arca", 2, sharpening=2, power=3, rate=0.1),
+        fake_run(tmp_path, "oar", 1, rate=0.1),
     )
     assert list(found) == [
         "1  arca-1: credit arca, script arca, sharpening 1",
@@ -76,7 +76,9 @@ def test_each_group_has_its_line_and_dots(tmp_path):
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [text[:8] for text in texts] == ["1  arca-", "2  oar-1"]
     steps, rewards = left.lines[0].get_data()
-    assert rewards[8:-1] == pytest.approx(0.01 * steps[8:-1] + 0.2)  # windows of three steps
+    assert rewards[8:-1] == pytest.approx(
+        0.001 * (steps[8:-1] ** 2 + 2 / 3) + 0.2
+    )  # means of three
     assert list(right.lines[0].get_xdata()) == pytest.approx([0.6, 0.7, 0.8])
 
 
