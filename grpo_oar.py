@@ -798,7 +798,6 @@ def train(run: Run) -> None:
     """Runs GRPO: collects a rollout, scores its tokens, updates the policy on it, and repeats."""
     args = run.args
     evaluate(run)
-    is_evaluated = True
     while run.step < args.max_steps:
         # Collect a rollout and score its tokens.
         former_step = run.step
@@ -811,14 +810,16 @@ def train(run: Run) -> None:
         all_micros = list(itertools.chain.from_iterable(updates))
         score(run, batch, all_micros, metrics)
         # credit.html shows the rollout after each evaluation, and the last one.
-        if is_evaluated or run.step + run.updates_per_rollout >= args.max_steps:
+        if "eval" in run.log.rows[-1] or run.step + run.updates_per_rollout >= args.max_steps:
             shown = [micro.completion(i) for micro in all_micros for i in range(len(micro.rows))]
             run.groups += credit_group(
                 run.tokenizer, shown, args.num_generations, run.step, args.system_prompt
             )
         run.bar.set_postfix(reward=f"{metrics['reward']:.2f}")
 
-        # Update the policy.
+        # Update the policy, unless a reward function has kept a signal to itself.
+        if run.is_interrupted:
+            raise KeyboardInterrupt
         run.is_updating = True
         first = run.step % run.updates_per_rollout  # 0, unless --max_steps ended this rollout early
         for micros in (updates * args.num_iterations)[first:][: args.max_steps - run.step]:
@@ -833,13 +834,15 @@ def train(run: Run) -> None:
         if run.is_interrupted:
             raise KeyboardInterrupt
         if run.log.has_diverged():
-            fail("loss or gradient not finite in ten updates in a row: lower --learning_rate?")
+            fail(
+                "loss or gradient not finite in ten updates in a row: delete checkpoints from step "
+                f"{run.step - 10} on, which may be ruined, lower --learning_rate and go on"
+            )
 
         # Save a checkpoint and evaluate, where they are due.
         if run.has_reached(args.save_steps, former_step):
             save_checkpoint(run)
-        is_evaluated = run.has_reached(args.eval_steps or args.max_steps, former_step)
-        if is_evaluated:
+        if run.has_reached(args.eval_steps or args.max_steps, former_step):
             evaluate(run)
 
 
@@ -950,7 +953,8 @@ def aggregated_advantages(args: Args, values: Tensor, weights: Tensor) -> Tensor
     # GDPO (arXiv 2601.05242): each function in its group, and then their sum in the whole batch.
     each = [group_advantages(column, "group") for column in values.unbind(-1)]
     total = weighted_sum(torch.stack(each, -1).where(~values.isnan(), torch.nan), weights)
-    return group_advantages(total.view(1, -1), "group").view_as(total)
+    advantages = group_advantages(total.view(1, -1), "group").view_as(total)
+    return advantages.masked_fill(total == 0, 0.0)  # that mean is 0 but for rounding
 
 
 def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
@@ -1560,8 +1564,9 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
 def identity_of(run: Run) -> str:
     """Returns a digest of what must not change when a run is resumed.
 
-    That is the base by the bytes of its weights, the adapter's layers and scales, the weights of a
-    start adapter, the precision, the problems, and how rollouts are divided.
+    That is the base by the bytes of its weights, its config and its stop tokens, the adapter's
+    layers and scales, the weights of a start adapter, the precision, the problems, and how rollouts
+    are divided.
     """
     weights = {}
     for name, p in run.model.state_dict(keep_vars=True).items():  # with the scales of NF4 blocks
@@ -1570,6 +1575,8 @@ def identity_of(run: Run) -> str:
         weights[name] = (p.shape, hashlib.blake2b(data).hexdigest())
     parts = (
         weights,
+        run.model.config.to_diff_dict() | {"transformers_version": None},
+        run.eos_ids.tolist(),
         [layer.scaling for layer in run.model.modules() if hasattr(layer, "scaling")],
         (run.args.dtype, run.args.load_in_4bit),
         (run.rollout_size, run.updates_per_rollout, run.args.num_generations),
@@ -1754,6 +1761,17 @@ def run_to_the_end(args: Args) -> None:
                 signal.signal(number, interrupt if is_main else signal.SIG_IGN)
         try:
             train(run)
+            if is_main:
+                run.model.save_pretrained(f"{args.output_dir}/adapter")
+                print(
+                    report_run(
+                        run.log,
+                        run.groups,
+                        run.held_out[0],
+                        run.eos_ids.tolist(),
+                        run.tokenizer,
+                    )
+                )
         except BaseException:  # a signal, or an error of a reward function, a tracker or the memory
             run.is_updating = True  # another signal must not end this
             save_checkpoint(run)
@@ -1762,17 +1780,6 @@ def run_to_the_end(args: Args) -> None:
             run.bar.close()
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook wants it
 
-        if is_main:
-            run.model.save_pretrained(f"{args.output_dir}/adapter")
-            print(
-                report_run(
-                    run.log,
-                    run.groups,
-                    run.held_out[0],
-                    run.eos_ids.tolist(),
-                    run.tokenizer.pad_token_id,
-                )
-            )
         accelerator.wait_for_everyone()  # nobody may leave while another process writes
         accelerator.end_training()
 

@@ -114,28 +114,31 @@ REWRITES = [
     (r"(?<=[\w)\]}]) ?\*\* ?(-?\w+|\([^()]*\))", r"^{\1}"),  # x**2
     (r"([\^_])(\d)\1(\d)(?:\1(\d))?", r"\1{\2\3\4}"),  # x¹⁰
     (r"-\^(\d|\{\d+\})", r"^{-\1}"),  # 10⁻³
-    (r"(?<![\\a-zA-Z])(pi|sqrt|exp|ln|log|sin|cos|tan)(?![a-zA-Z])", r"\\\1 "),
+    (r"(?<![\\a-zA-Z])(pi|sqrt|exp|ln|log|(?:arc)?(?:sin|cos|tan))(?![a-zA-Z])", r"\\\1 "),
     (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\\exp ?\(([^()]*)\)", r"e^{\1}"),
     # 1,000 1{,}000 1\,000, but neither (1,000) nor 1, 000
     (r"(?<=\d)(?:,| |\{,\}|,?\\[!,;: ] ?|\\thinspace *)(?=\d{3}(?!\d))"
      r"(?![^(\[]*(?:[)\]]|\\\}))", ""),
-    (r"(?<=\d)[eE]([-+]?\d{1,3})(?![\w.^])", r" \\times 10^{\1}"),  # 1e5
+    (r"(?<=\d)[eE]\+?(-?\d{1,3})(?![\w.^])", r" \\times 10^{\1}"),  # 1e5
     (r"^\(([^(),]*)\)$", r"\1"),  # (5)
     (r"\\\\ ?\[[^\]]*\]", r"\\\\"),  # the gap between two rows: \\[4pt]
-    (r"\\(?:left|right|displaystyle|q?quad)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|(?<!\\)\$|\s+", " "),
+    (r"\\(?:left|right|displaystyle|bf|large|q?quad)(?![a-zA-Z])|(?<!\\)(?:\\[!,;: ]|\$)|\s+", " "),
     (r"\\[dt](frac|binom)", r"\\\1"),
     (r"\\frac *(\d) *(\d)", r"\\frac{\1}{\2}"),
-    (r"(?<![\d.}])(-?\d+) ?/ ?(-?\d+)", r"\\frac{\1}{\2}"),
+    (r"(?<![\d.}^_√])(?<!\^-)(?<!\\sqrt)(?<!\\sqrt )(\d+) ?/ ?(-?\d+)(?!\.?\d)",
+     r"\\frac{\1}{\2}"),
     (r"\{[bB]matrix\}", "{pmatrix}"),
-    (r"\\mathbb ?(?:\{R\}|R)$", r"(-\\infty,\\infty)"),
+    (r"\\mathbb ?(?:\{R\}|R)$|^(?:\\text ?\{)? ?[aA]ll reals?(?: numbers?)? ?\}?$",
+     r"(-\\infty,\\infty)"),
     (r"\\(?:varnothing|\{ ?\\\})|(?:\\text ?\{)? ?[nN]o (?:real )?solutions? ?\}?$", r"\\emptyset"),
     (r"\^? ?(?:\\degree(?![a-z])|\{? ?\\circ ?\}?)", r"\\text{ degree }"),
     (r"\\?%", r"\\text{ percent }"),
     (r"\{([,:])\}", r"\1"),  # 3{:}45
     (r"√ ?(\d+|\([^()]*\)|[a-z])", r"\\sqrt{\1}"),
     (r"\b([apAP])\.? ?[mM]\b\.?", r"\1m"),  # 4:30 p.m.
-    (r"(?<=\d)(?: ?\^ ?\{? ?\\text ?\{)? ?(?:st|nd|rd|th)\b(?: ?\}){0,2}", ""),
+    (r"(?<=\d)(?: ?\^)?(?: ?\{)?(?: ?\\(?:text|math)[a-z]* ?\{)? ?(?:st|nd|rd|th)\b(?: ?\}){0,2}",
+     ""),
     (r"(\.\d*) ?\\overline ?\{(\d{1,6})\}", r"\1" + 15 * r"\2"),
     (r"\\text ?\{ ?and ?\}(?=.*(?:[<>]|\\[lg]e))", r"\\land "),  # math-verify does not read it
     (r",? ?(?:\\(?:lor|vee)(?![a-z])|\\(?:text|mbox) ?\{ ?(?:or|and) ?\}|\b(?:or|and)\b)", ","),
@@ -182,7 +185,7 @@ LINKING_WORDS = ("a", "an", "the", "of", "per", "each", "in")
 TEXT = re.compile(r"\\(?:text|mbox|math|operatorname)[a-z]* ?\{([^{}]*)\}")
 WORD_IN_TEXT = re.compile(r"[a-zA-Z]+|\\?[$€£¢]|\^[23]")
 WORD = re.compile(
-    r"\\\$|[€£¢]|(?<![\\a-zA-Z_{])(?:[a-zA-Z][a-z]{2,}|(?:[ckm]m|in|ft|yd|mi|ml|kg|lb|oz|hr)"
+    r"\\\$|[€£¢]|(?<![\\a-zA-Z_{])(?:(?<!\d)[a-zA-Z][a-z]{2,}|(?:[ckm]m|in|ft|yd|mi|ml|kg|lb|oz|hr)"
     r"(?:\^[23])?)(?![a-zA-Z])"
 )
 # What a problem asks for: how many square feet, in miles per hour, but neither in a year nor in 2.
@@ -244,7 +247,7 @@ def have_right_words(given: set[str], right: set[str], problem: str) -> bool:
 NUMBER = re.compile(
     r"(?P<sign>[-+]?) ?(?P<whole>\d+\.?\d*|\.\d+)?(?:\^ ?\{?(?P<power>-?\d{1,3})\}?)?"
     r"(?: ?\\frac ?\{(?P<top>-?[\d.]+)\}\{(?P<bottom>-?[\d.]+)\})?"
-    r"(?: ?\\(?:times|cdot) ?10\^ ?\{?(?P<exponent>-?\d{1,3})\}?)?",
+    r"(?: ?(?:\\times|\\cdot|\*|x) ?10\^ ?\{?(?P<exponent>-?\d{1,3})\}?)?",
     re.ASCII,
 )
 # What a name is a name of: the (-2) of f(-2), the ^{-1} of f^{-1}(2), the _{10} of S_{10}.
@@ -255,7 +258,8 @@ OPERATION = re.compile(r"(?<=.)[-+*/^<>]|\\(?:frac|sqrt|binom|log|ln|sin|cos|tan
 INEQUALITY = re.compile(r"[<>]|\\[lgn]eq?(?![a-z])")
 # A choice: C, (C), \text{(C)}, or with its value \text{(C) } 20, C) 20, C: 20.
 CHOICE = re.compile(
-    r"(?:\\(?:text|math)[a-z]* ?\{)? ?(?:\(([A-Z])\)[^(),]*|([A-Z]) ?(?:\}?|[:).] .*))"
+    r"(?:\\(?:text|math)[a-z]* ?\{)? ?"
+    r"(?:\(([A-Z])\)(?:[^(),]*|\}(?!.*\([A-Z]\)).*)|([A-Z]) ?(?:\}?|[:).] .*))"
 )
 COMMA = re.compile(r"[,;](?![^(\[]*[)\]])")  # but not that of (1, 2)
 IN_A_BASE = re.compile(r"\(?[0-9A-Z]+\)? ?_ ?\{?\(?\d+\)?\}?")  # 1302_5

@@ -111,8 +111,10 @@ def parse_rows(
     if not problems:
         raise ValueError(f"{name} has only rows {lacking}")
     if len(problems) < len(rows):
-        left_out = len(rows) - len(problems)
-        print(f"{name}: {left_out} of {len(rows)} rows are left out, {lacking}", file=sys.stderr)
+        print(
+            f"{name}: {len(rows) - len(problems)} of {len(rows)} rows are left out, {lacking}",
+            file=sys.stderr,
+        )
     return problems
 
 
@@ -167,13 +169,15 @@ PROSE = re.compile(
 def gold_answer(cell: Any) -> str:
     r"""Returns the final answer in a cell: what follows `####`, the last \boxed{}, or all of it.
 
-    Returns "" if there is none: the cell is empty, no finite number, or prose without such a mark.
+    A box after `####` comes first, and what follows it is no answer if it is prose: it may be a
+    heading. Returns "" if there is none: the cell is empty, no finite number, or prose.
     """
     text = as_written(cell).strip()
-    marked = text.rsplit("####", 1)[1] if "####" in text else last_boxed(text)
-    if marked is None:
-        return "" if PROSE.search(text) else text
-    return marked.strip()
+    tail = text.rpartition("####")[2]  # all of it without that mark
+    answer = last_boxed(tail)
+    if answer is None:
+        answer = last_boxed(text) or "" if PROSE.search(tail) else tail
+    return answer.strip()
 
 
 def as_written(cell: Any) -> str:
@@ -222,8 +226,7 @@ def load_problems(
     elif len(splits) > 1 and test_split != train_split:
         held_out = parse_rows(splits[test_split], name, *columns)
     else:
-        texts = ["\n".join(m["content"] for m in whole_prompt(p.prompt)).strip() for p in train]
-        held_out = list(dict(zip(texts, train, strict=True)).values())
+        held_out = list({text_of(problem): problem for problem in train}.values())
         count = max(1, min(count, len(held_out) // 5))
     random.Random(0).shuffle(held_out)
     return train, held_out[:count]
@@ -292,6 +295,12 @@ def whole_prompt(prompt: str | list, system_prompt: str | None = None) -> list[d
     return system + ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
 
+def text_of(problem: Problem) -> str:
+    """Returns the words of a problem, by which two are the same whatever their white space."""
+    text = " ".join(message["content"] for message in whole_prompt(problem.prompt))
+    return " ".join(text.split())
+
+
 def reply_text(
     tokenizer: PreTrainedTokenizerBase, prompt: str | list, ids: list[int], stop_ids: list[int]
 ) -> str:
@@ -357,8 +366,8 @@ def encode_problems(
         raise ValueError(f"the longest prompt has {longest} tokens. The model's context has room "
                          f"for {room} beside --max_completion_length")  # fmt: skip
     held_out = encoded[len(train) :]
-    seen = {problem.prompt_ids for problem in held_out}
-    train = [problem for problem in encoded[: len(train)] if problem.prompt_ids not in seen]
+    seen = {text_of(problem) for problem in held_out}
+    train = [problem for problem in encoded[: len(train)] if text_of(problem) not in seen]
     if not train:
         raise ValueError("all training problems are held out: add rows")
     return train, held_out

@@ -226,19 +226,18 @@ class RunLog:
         """Appends a row. It is on its way to the disk when this returns."""
         row = plain(row)
         self.rows.append(row)
-        figures = dict(row)
-        step = figures.pop("step")
-        accuracies = figures.pop("eval", {})
+        accuracies = row.get("eval", {})
         if self.accelerator.is_main_process:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             if accuracies:
                 shown = [f"{name} {accuracy:.3f}" for name, accuracy in accuracies.items()]
-                tqdm.write(f"step {step:4d}, held out: {'  '.join(shown)}")
+                tqdm.write(f"step {row['step']:4d}, held out: {'  '.join(shown)}")
         if accuracies:
             self.choose_best()
+        figures = {name: figure for name, figure in row.items() if name not in ("step", "eval")}
         figures |= {f"eval/{name}": accuracy for name, accuracy in accuracies.items()}
-        self.accelerator.log(figures, step)
+        self.accelerator.log(figures, row["step"])
 
     def write_completions(
         self,

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from common.data import whole_prompt
+from common.data import FIXED_DATE, whole_prompt
 from common.metrics import RunLog
 from common.task import Problem, token_roles
 
@@ -41,7 +41,7 @@ def report_run(
     groups: list[dict[str, Any]],
     example: Problem,
     stop_ids: list[int],
-    pad_id: int | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> str:
     """Writes the files of a run that has ended, and returns what to print.
 
@@ -65,7 +65,7 @@ def report_run(
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     table = summary_table(summary, log.metric)
-    write_model_card(folder / "adapter/README.md", log.config, table, example, stop_ids, pad_id)
+    write_model_card(folder / "adapter/README.md", log.config, table, example, stop_ids, tokenizer)
     write_curves(folder / "curves.png", log.rows, folder.name)
     write_credit_page(folder / "credit.html", folder.name, groups)
     return f"\n{table}\n\nEverything is in {folder}."
@@ -109,7 +109,7 @@ def write_model_card(
     table: str,
     example: Problem,
     stop_ids: list[int],
-    pad_id: int | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Writes the README.md of a PEFT adapter, over the one that save_pretrained writes.
 
@@ -130,7 +130,8 @@ def write_model_card(
         folder=str(path.parent),
         messages=whole_prompt(example.prompt, config["system_prompt"]),
         stop_ids=stop_ids,
-        pad_id=pad_id,
+        pad_id=tokenizer.pad_token_id,
+        fixed_date=FIXED_DATE if "strftime_now" in str(tokenizer.chat_template) else "",
         template_kwargs=json.loads(config["chat_template_kwargs"]),
     )
     path.write_text(f"{card}\n", encoding="utf-8", errors="replace")
@@ -165,10 +166,8 @@ def write_credit_page(path: Path, title: str, groups: list[dict[str, Any]]) -> N
     )
     template = environment.from_string((FOLDER / "credit_page.html").read_text(encoding="utf-8"))
     all_uniform = groups != [] and all(group["is_uniform"] for group in groups)
-    page = template.render(
-        title=title, groups=groups, strongest=STRONGEST_TINT, all_uniform=all_uniform
-    )
-    path.write_text(page, encoding="utf-8")
+    names = {"title": title, "strongest": STRONGEST_TINT, "all_uniform": all_uniform}
+    path.write_text(template.render(names, groups=groups), encoding="utf-8")
 
 
 def visible(value: object) -> str:

@@ -139,8 +139,9 @@ def reward_values(
             numbers = GRADER.grade(texts, problems)
         else:
             numbers = call_reward_func(name, function, problems, texts, ids, logged)
-        known = [number for number in numbers if not math.isnan(number)]
-        logged.setdefault(f"rewards/{name}/mean", []).extend(known)
+        logged.setdefault(f"rewards/{name}/mean", []).extend(
+            number for number in numbers if not math.isnan(number)
+        )
         columns.append(torch.tensor(numbers, dtype=torch.float64))
     return torch.stack(columns, 1)
 

@@ -1,4 +1,4 @@
-"""Writes the tables of results/README.md and README.md from results/data/, and draws figures.
+"""Writes the tables of the pages in PAGES from results/data/, and draws figures.
 
     python results/answer.py
 
@@ -36,7 +36,7 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "results/data"
 OUTPUT = DATA / "answer"
-PAGES = [ROOT / "results/README.md", ROOT / "README.md"]
+PAGES = [ROOT / "results/README.md", ROOT / "methods/README.md", ROOT / "README.md"]
 TITLES = {
     "wrong_policy": "wrong policy",
     "sharpening": "sharpening",
@@ -89,6 +89,7 @@ WORTH_POLICIES = {  # how the names of its files begin -> columns of that table
     "wrong_policy": "wrong policy",
     "smollm2_start": "SmolLM2",
 }
+RIVAL_POLICIES = WORTH_POLICIES | {"after_3_updates": "wrong policy after 3 updates"}
 Row = dict[str, Any]
 Table = list[list[str]]  # the header, and then the rows
 
@@ -483,43 +484,53 @@ def worth_of(policy: str) -> dict[str, Row]:
     return rows
 
 
+def rival_groups() -> list[Group]:
+    """Returns the trained runs of files of methods/ on the wrong policy, at GRPO's rates."""
+    groups = at_grpos_rate("wrong_policy")
+    return [group for group in groups if group.method.startswith("methods/")]
+
+
 def rival_names() -> list[str]:
-    """Returns the files of methods/ that were measured or trained, as the data calls them."""
-    names = [group.method for group in at_grpos_rate("wrong_policy")]
-    for policy in WORTH_POLICIES:
-        names += worth_of(policy)
-    return sorted({name for name in names if name.startswith("methods/")})
+    """Returns the files of methods/ whose worth was measured, as the data calls them."""
+    names = {name for policy in RIVAL_POLICIES for name in worth_of(policy)}
+    return sorted(name for name in names if name.startswith("methods/"))
 
 
-def worth_cells(method: str) -> list[str]:
-    """Returns Adam's worth and direction of a method for each policy, "" where they are unknown."""
-    cells = []
-    for policy in WORTH_POLICIES:
-        row = worth_of(policy).get(method)
-        cells += [shown(measured(row, name)) if row else "" for name in ("adam", "direction")]
-    return cells
-
-
-def worth_headers() -> list[str]:
-    headers = []
-    for title in WORTH_POLICIES.values():
-        headers += [f"Adam's worth, {title}", "direction"]
-    return headers
+def worth_rows(methods: list[str], policies: dict[str, str]) -> Table:
+    """Returns a table with Adam's worth and direction of methods for each of the policies."""
+    table = [["method"]]
+    for title in policies.values():
+        table[0] += [f"Adam's worth, {title}", "direction"]
+    for method in methods:
+        cells = [method]
+        for policy in policies:
+            row = worth_of(policy).get(method)
+            cells += [shown(measured(row, name)) if row else "" for name in ("adam", "direction")]
+        table.append(cells)
+    return table
 
 
 def worth() -> Table:
     """How good a gradient each method gives to untrained policies, and its direction."""
-    return [["method", *worth_headers()], *([name, *worth_cells(name)] for name in WORTH)]
+    return worth_rows(WORTH, WORTH_POLICIES)
 
 
 def rivals() -> Table:
-    """The same for files of methods/, and what training with them on the wrong policy gave."""
-    rate = STUDIES["wrong_policy"].rates[1]
-    table = [["method", *worth_headers(), "seeds", f"area, rate {rate}", "end"]]
-    for name in rival_names():
-        group = Group("wrong_policy", 1, rate, name)
-        table.append([name, *worth_cells(name), group.seeds(), group.area(), group.end()])
+    """What training with files of methods/ gave."""
+    predicted = {group: number for group, _, _, number in predictions()}
+    table = [["method", "updates", "seeds", "area over GRPO", "end over GRPO", "cut",
+              "share of rollouts, predicted", "in training", "SmolLM2: learned"]]  # fmt: skip
+    for group in sorted(rival_groups()):
+        cells = [group.method, str(group.updates), group.seeds(), group.area(), group.end()]
+        on_smollm2 = Group("smollm2", 1, STUDIES["smollm2"].rates[1], group.method)
+        share = predicted_share(predicted[group]) if group in predicted else ""
+        table.append([*cells, group.cut(), share, group.share(), on_smollm2.learned()])
     return table
+
+
+def rivals_worth() -> Table:
+    """The same as `worth` for files of methods/."""
+    return worth_rows(rival_names(), RIVAL_POLICIES)
 
 
 @cache
@@ -540,13 +551,20 @@ def predictions() -> list[tuple[Group, float, list[float], list[float]]]:
     return found
 
 
+def predicted_share(completions: list[float]) -> str:
+    """Returns the share of GRPO's rollouts that a method of this worth should need."""
+    number, low, high = completions
+    return shown([1 / number, 1 / high, 1 / low])
+
+
 def completions() -> Table:
-    """Predicted and measured shares of GRPO's rollouts."""
+    """Predicted and measured shares of GRPO's rollouts. Files of methods/ have their own table."""
     table = [["task", "method", "Adam's worth", "power", "completions",
               "share of rollouts, predicted", "share of rollouts, in training"]]  # fmt: skip
-    for group, power, adam, (number, low, high) in predictions():
-        cells = [TITLES[group.study], group.method, shown(adam), f"{power:.2f}", f"{number:.2f}"]
-        table.append([*cells, shown([1 / number, 1 / high, 1 / low]), group.share()])
+    for group, power, adam, number in predictions():
+        if not group.method.startswith("methods/"):
+            cells = [TITLES[group.study], group.method, shown(adam), f"{power:.2f}"]
+            table.append([*cells, f"{number[0]:.2f}", predicted_share(number), group.share()])
     return table
 
 
@@ -569,7 +587,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
         result, tests, wrong_policy, three_rates, sharpening, chosen_rates,
-        rollout_sizes, smollm2, worth, completions, rivals, tokens,
+        rollout_sizes, smollm2, worth, completions, rivals, rivals_worth, tokens,
     )
 }  # fmt: skip
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -46,7 +46,7 @@ def test_ten_skipped_updates_in_a_row_end_the_run(run_main, rows_of, monkeypatch
     monkeypatch.setattr(grpo_arca, "check_model", check_and_poison)
     code, _, said = run_main(max_steps=20, per_device_train_batch_size=4, beta=0.1)
     assert code == 1
-    assert "not finite in ten updates in a row: lower --learning_rate?" in said
+    assert "not finite in ten updates in a row: delete checkpoints from step 0 on" in said
     assert [row["skipped_update"] for row in rows_of()] == [1] * 10
 
 

@@ -63,6 +63,18 @@ def test_the_updates_so_far_are_saved(run_main, send, tmp_path, number, name, st
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler  # as in a notebook
 
 
+def test_a_signal_after_the_last_update_loses_nothing(run_main, send, tmp_path, monkeypatch):
+    def interrupted(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo_arca, "report_run", interrupted)
+        assert run_main(max_steps=2, save_steps=0)[0] == 1
+    assert steps_left(tmp_path) == (2, ["checkpoint-2"])
+    assert run_main(max_steps=2, save_steps=0, resume_from_checkpoint="latest")[0] == 0
+    assert (tmp_path / "out/summary.json").exists()
+
+
 @pytest.mark.slow
 def test_under_nohup_a_closed_terminal_is_ignored(run_main, send, tmp_path):
     send(signal.SIGHUP, "collect", 1)
@@ -87,6 +99,28 @@ def hang(completions, **_):
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(600)
 """
+
+
+SWALLOWS = """
+import os, signal
+
+calls = []
+
+def swallow(completions, **_):
+    calls.append(1)
+    try:
+        if len(calls) == 4:  # after the trial, the evaluation and the first rollout
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [float(i % 2) for i, _ in enumerate(completions)]
+    except:
+        return [0.0] * len(completions)
+"""
+
+
+def test_no_update_is_made_on_rewards_that_a_signal_spoiled(run_main, send, tmp_path):
+    (tmp_path / "swallows.py").write_text(SWALLOWS)
+    assert run_main(reward_funcs="swallows.swallow", save_steps=0)[0] == 1
+    assert steps_left(tmp_path) == (1, ["checkpoint-1"])
 
 
 def test_a_reward_function_that_hangs_loses_nothing(run_main, send, tmp_path):

@@ -210,7 +210,9 @@ def test_numbers_of_a_parquet_file_and_of_the_hub(tmp_path, offline_sets):
 
 GOLDS = [
     ("He had 3 * 4 = <<3*4=12>>12.\n#### 12", "12"), ("#### 1,234 ", "1,234"), (5, "5"),
-    ("#### 1\n#### 2", "2"), ("so \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+    ("#### 1\n#### 2", "2"), ("It is \\boxed{7}.\n\n#### Check\nAll is well", "7"),
+    ("#### So \\boxed{7}", "7"), ("It is \\boxed{7}.\n#### Answer: 7", "7"),
+    ("so \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
     ("16 apples", "16 apples"), ("\\boxed{1}. Then \\boxed{ 2 }", "2"), (" -1,234 ", "-1,234"),
     ("$12.50", "$12.50"), ("$x = \\boxed{3}$ or $x = \\boxed{5}$", "3, 5"), ("Paris",) * 2,
     ("x + 1",) * 2, ("13 hours 30 minutes",) * 2, ("BC = 5",) * 2, ("2 \\text{ or } 3",) * 2,
@@ -219,7 +221,7 @@ GOLDS = [
 NO_GOLDS = [
     "the answer is 5", "So it is 5", "Answer: 5", "x is 5", "He has 16 apples", "", None, "#### ",
     "\\boxed{}", "He adds 4.\nThen 5", "First he adds all of them", float("inf"), float("nan"),
-    json.loads("-Infinity"), 1e400, "   ",
+    json.loads("-Infinity"), 1e400, "   ", "3 + 4 = 7\n#### The answer is 7",
 ]  # fmt: skip
 
 
@@ -231,7 +233,7 @@ def test_gold_answers(capfd):
 def test_golds_that_are_no_answers_are_left_out_and_counted(capfd):
     assert parsed(["1", *NO_GOLDS, "2"]) == ["1", "2"]
     lacking = "without a problem in problem or a final answer in answer"
-    assert capfd.readouterr() == ("", f"x: 16 of 18 rows are left out, {lacking}\n")
+    assert capfd.readouterr() == ("", f"x: 17 of 19 rows are left out, {lacking}\n")
     with pytest.raises(ValueError, match=f"x has only rows {lacking}"):
         parsed(NO_GOLDS)
     rows = [{"problem": prompt, "answer": "1"} for prompt in (None, "", "a")]
@@ -282,16 +284,16 @@ def test_of_rows_that_repeat_a_fifth_of_the_problems_is_held_out(tmp_path, token
     assert set(Counter(problem.prompt for problem in train).values()) == {10} and len(train) == 160
 
 
-def test_rows_repeat_where_only_their_form_differs(tmp_path):
+def test_rows_repeat_where_only_their_form_differs(tmp_path, tokenizer):
     """Text and chats, other keys of messages, white space: to the model it is one prompt."""
     rows = []
     for i in range(10):
         message = {"role": "user", "content": f"What is {i}?"}
-        prompts = [f"What is {i}?", f"What is {i}?\n", [message], [message | {"name": "a"}]]
+        prompts = [f"What is {i}?", f"What  is {i}?\n", [message], [message | {"name": "a"}]]
         rows += [{"prompt": prompt, "answer": "1"} for prompt in prompts]
-    _, held_out = load(write(tmp_path / "set.jsonl", rows))
-    held_out_texts = {str(data.whole_prompt(p.prompt)[0]["content"]).strip() for p in held_out}
-    assert len(held_out) == len(held_out_texts) == 2
+    train, held_out = load(write(tmp_path / "set.jsonl", rows))
+    assert len(set(map(data.text_of, held_out))) == len(held_out) == 2
+    assert len(encode_problems(tokenizer, train, held_out, None, {}, 999)[0]) == 32
 
 
 def test_a_file_of_one_problem_is_too_small(tmp_path, tokenizer):

@@ -74,6 +74,13 @@ RIGHT = [
     (r"1\,000", "1000"), ("1{,}000", "1000"), ("12 345 678.5", "12345678.5"),
     (r"0.\overline{3}", r"\frac13"), (r"\approx 3.14", "3.14"), (r"10^2\cdot10^3", "100000"),
     ("1e5", "100000"), ("1E3", "1000"), ("1e-5", "0.00001"), ("(5)", "5"),
+    ("1.5*10^8", "150000000"), ("1.5 x 10^8", "150000000"), ("6.02e+5", "602000"), ("7^{th}", "7"),
+    (r"7\text{th}", "7"), (r"\bf 42", "42"), (r"\large 42", "42"),
+    # a power, a root or an index binds before the division
+    ("√3/2", r"\frac{\sqrt3}{2}"), (r"2\sqrt3/3", r"\frac{2\sqrt3}{3}"), (r"\sqrt 3/2",) * 2,
+    (r"\sqrt 3/2", r"\frac{\sqrt3}{2}"), ("pi^2/6", r"\frac{\pi^2}{6}"), ("a_1/2", r"\frac{a_1}2"),
+    ("x²/4 + y²/9 = 1", r"\frac{x^2}{4} + \frac{y^2}{9} = 1"), ("x-1/2", r"x-\frac12"),
+    ("(1/2, √3/2)", r"\left(\frac12, \frac{\sqrt3}{2}\right)"), ("3/4.", "0.75"), ("-1/2", "-0.5"),
     # expressions, lists and sets
     ("5", "x=5"), ("x = 5", "5"), ("12=x", "12"), (r"\sqrt{8}", r"2\sqrt{2}"), ("-q + p", "p - q"),
     (r"(3, \pi/2)", r"\left( 3, \frac{\pi}{2} \right)"), ("5, 3, 7", "3, 5, 7"), ("S = s^2", "s^2"),
@@ -100,7 +107,8 @@ RIGHT = [
     ("𝑥 ≤ ３", r"x \le 3"), ("(−∞, 3]", r"(-\infty, 3]"), ("(1,2) ∪ (3,4)", r"(1,2)\cup(3,4)"),
     ("30°", r"30^\circ"), (r"\(73\)", "73"), ("*73*", "73"), ("__73__", "73"), ("***73***", "73"),
     ("x**2 + y**2", "x^2+y^2"), ("2**10", "1024"), ("10⁻³", "0.001"), ("x¹²", "x^{12}"),
-    ("15₁₆", "15_{16}"), ("ln(2)", r"\ln 2"), ("sin(x)", r"\sin x"),
+    ("15₁₆", "15_{16}"), ("arctan(2)", r"\arctan 2"), (r"\text{All real numbers}", r"\mathbb{R}"),
+    (r"\textbf{(B)}\ (1,2)", "B"), ("ln(2)", r"\ln 2"), ("sin(x)", r"\sin x"),
     # a formula of the problem that is the answer
     (r"\dfrac{3}{4}", r"\frac34", r"Which is larger, $\frac34$ or $\frac{2}{3}$?"),
     ("m^2 + n^2 = 17", "17", "Find $m^2+n^2$."),
@@ -115,6 +123,8 @@ WRONG = [
     ("40 + 2", "42"), (r"21 \cdot 2", "42"), ("40 2", "42"), ("(40)(2)", "42"), (r"40\,2", "42"),
     (r"40\text{ }2", "42"), ("40{2}", "42"), ("-40 82", "42"), (r"\frac{80}{2} 2", "42"),
     ("1 00", "1"), (r"\sqrt{40 2}", r"\sqrt{42}"), ("(40 2, 1)", "(42, 1)"), ("5'10", "510"),
+    # letters are no unit, and what a root or a power holds
+    ("2", "2xyz"), ("6", "6abc"), ("2", "2lnx"), ("√3/2", r"\sqrt{\frac32}"), ("x^2/3", "x^{2/3}"),
     # other values
     (r"\frac13", "0.5"), ("x=6", "5"), (r"\sqrt{7}", r"2\sqrt{2}"), ("q - p", "p - q"),
     (r"(\frac{\pi}{2}, 3)", r"\left( 3, \frac{\pi}{2} \right)"), ("3, 5", "3, 5, 7"),
@@ -126,6 +136,7 @@ WRONG = [
     ("7, 8", "7"), ("42, 42", "42"), (r"x=4\lor x=7", "4"), (r"42\text{ and }43", "42"),
     (r"\text{Monday} \text{ or } \text{Tuesday}", r"\text{Monday}"), ("12 or more", "12"),
     (r"\text{(C) or (B)}", r"\text{(C)}"), (r"12\text{ is wrong}", "12"),
+    (r"\textbf{(C)} and \textbf{(B)}", "C"),
     # units and words
     ("5 m", r"5\text{ centimeters}"), ("5 m", "5", "Find the height in cm."), ("12 million", "12"),
     (r"15\text{ cm}", r"15\mbox{ cm}^2"), (r"\$5.4", r"5.4\text{ cents}"), ("12 percent", "12"),

@@ -1,6 +1,7 @@
 """The files of methods/, each against its formula in float64, one completion or token at a time."""
 
 import functools
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -200,6 +201,29 @@ def test_evidence_is_what_the_answer_changes(make_run, name, clip, told, answers
         torch.testing.assert_close(
             evidence[i, : len(tokens)], gain.clamp(-clip, clip), rtol=0, atol=2e-4
         )
+
+
+@pytest.mark.slow
+def test_smollm2_hears_what_it_is_told_better_than_the_embedded_policy(make_run, smollm2):
+    """By the correlation, over tokens, of the evidence when told a right and a wrong answer.
+
+    Run it with -s for the figures; TOLD=128 makes those of methods/README.md."""
+    count = int(os.environ.get("TOLD", "32"))
+
+    def correlation(model: str, **flags) -> float:
+        flags |= {"per_device_train_batch_size": count, "num_generations": 8}
+        run = make_run(load("oppo"), model, None, dtype="float32", **flags)
+        batch = load("oppo").collect(run, {})
+        found = []
+        for run.args.told in ("right", "wrong"):
+            found.append(load("oppo").token_scores(run, batch, {})[batch.mask])
+        return torch.stack(found).corrcoef()[0, 1].item()
+
+    wrong_policy = str(ROOT / "results/policies/misconceived_policy")
+    chains = correlation(wrong_policy, dataset_config=8, max_completion_length=170)
+    sums = correlation(smollm2, dataset_name=f"{smollm2}/sums.jsonl", max_completion_length=32)
+    print(f"wrong policy {chains:.3f}, SmolLM2 {sums:.3f}")
+    assert sums < chains - 0.03
 
 
 # ---- What all have in common ---------------------------------------------------------------------

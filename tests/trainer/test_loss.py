@@ -94,6 +94,10 @@ def test_advantages_equal_trls(aggregation, scale):
     theirs = trl_advantages(rewards, weights, aggregation, scale)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
     assert (ours[4] != 0).all() and (ours[1] == 0).all()
+    rewards = torch.randn(50, 4, 2, generator=torch.Generator().manual_seed(0))
+    rewards[::2] = 0.3  # equal in a group: rounding must leave no advantage
+    ours = grpo_arca.aggregated_advantages(args, rewards.double(), weights.double())
+    assert (ours[::2] == 0).all() and (ours[1::2] != 0).all()
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -427,7 +431,7 @@ def test_ten_skipped_updates_end_the_run_with_a_checkpoint(
 ):
     monkeypatch.setattr(grpo_arca, "token_scores", lambda run, micro, _: micro.entropy * NAN)
     code, _, err = run_main(max_steps=20)
-    assert code == 1 and "not finite in ten updates in a row: lower --learning_rate" in err
+    assert code == 1 and "not finite in ten updates in a row: delete checkpoints" in err
     assert [row["skipped_update"] for row in rows_of()] == [1] * 10
     assert (tmp_path / "out/checkpoint-10/state.pt").is_file()
 

@@ -238,8 +238,9 @@ def test_what_defines_policy_and_data_must_stay(again, first, tmp_path, name):
 
 
 def test_the_identity_is_of_every_byte_of_the_base(make_run):
-    """Also where their sum stays: weights of twice the size have the same codes, and rows that
-    change places the same numbers. The adapter, which is new, acts and is not looked at."""
+    """And of its config and stop tokens. Also where the sum of the bytes stays: weights of twice
+    the size have the same codes, and rows that change places the same numbers. The adapter, which
+    is new, acts and is not looked at."""
     run = make_run()
     found = [run.identity, grpo_arca.identity_of(run)]
     base = run.model.get_base_model().model
@@ -253,7 +254,11 @@ def test_the_identity_is_of_every_byte_of_the_base(make_run):
     embedding = base.embed_tokens.weight.data
     embedding[:2] = embedding[:2].flip(0)
     found.append(grpo_arca.identity_of(run))
-    assert found[0] == found[1] and len(set(found)) == 4
+    run.model.config.rope_parameters["rope_theta"] *= 2
+    found.append(grpo_arca.identity_of(run))
+    run.eos_ids = run.eos_ids + 1
+    found.append(grpo_arca.identity_of(run))
+    assert found[0] == found[1] and len(set(found)) == 6
 
 
 def test_what_only_steers_training_may_change(again, first, tmp_path, capsys):

@@ -3,12 +3,13 @@
 import contextlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, VARIETY
+from support import ROOT, TINY, VARIETY
 
 
 def answer_of_card(card: Path) -> str:
@@ -76,7 +77,7 @@ CHAT = [
 ]
 CARDS = {
     "quantized, prefilled": {"rollout_weights": "quantized", "dataset_name": "chats.jsonl"},
-    "without 4 bits": {"load_in_4bit": False, "system_prompt": 'Don\'t say "no".'},
+    "without 4 bits, dated": {"load_in_4bit": False, "system_prompt": 'Don\'t say "no".'},
 }
 
 
@@ -89,6 +90,10 @@ def test_the_adapters_card_answers_as_the_run_did(run_main, rows_of, tmp_path, k
     flags = {"max_steps": 1, "learning_rate": 0.05, "warmup_steps": 0, "max_completion_length": 48}
     flags |= {"reward_funcs": "variety.pay", "lora_target_modules": ["q_proj", "down_proj"]}
     (tmp_path / "variety.py").write_text(VARIETY.replace(" // 8", ""))  # differs in every group
+    if kind.endswith("dated"):
+        flags["model_name_or_path"] = shutil.copytree(TINY, tmp_path / "base")
+        template = tmp_path / "base/chat_template.jinja"
+        template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text())
     code, said, errors = run_main(**flags | CARDS[kind])
     assert code == 0, errors
     trains = "8 of 29 linear layers, 28,672 of "
