@@ -11,6 +11,8 @@ length. The source is arXiv 2605.07331. Formula and values are those of the auth
 log r_t by 10. Without sg it would be the P-trace of grpo_strace.py with lambda 1. Their other
 ratio, the geometric mean, is left out.
 
+`clip_fraction` does not count the tokens that the second rule cuts, where A_i < 0.
+
 It is GRPO in the first update of a rollout, where every ratio is 1. --credit shuffled gives the
 prefix ratios of each completion to its tokens in random order, and --credit own keeps CTPO's bounds
 but gives every token the ratio that is its own: two controls, of the past and of the bounds.

@@ -13,8 +13,9 @@ number of tokens (--loss_type dapo). A rollout is that of this process; its hidd
 four bytes a hidden unit and token. Because the mean is 1 over a rollout and not over a completion,
 one side may get more weight than the other.
 
-It is GRPO where --delta_low is --delta_high and no completion has an advantage of 0. --credit
-shuffled gives the weights of each completion to its tokens in random order.
+It is GRPO where --delta_low is --delta_high. With one side alone, as by --negative_weight 0, there
+is nothing to compare, and all weights are equal; that is ours. --credit shuffled gives the weights
+of each completion to its tokens in random order.
 """
 
 from typing import Literal
@@ -71,6 +72,8 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
             deviation[side] = first[side].std(correction=0).clamp(min=1e-4)
     belonging = torch.sigmoid(sign * first / deviation)
     belonging = torch.sigmoid(sign * margins(g, praise * belonging, blame * belonging) / deviation)
+    if praise.sum() == 0 or blame.sum() == 0:
+        belonging = torch.full_like(belonging, 0.5)
     weights = args.delta_low + (args.delta_high - args.delta_low) * belonging * (sign != 0)
     # Completions without an advantage may be missing in the micro-batches, but count in the mean.
     others = batch.mask[batch.advantages == 0].sum()

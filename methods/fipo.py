@@ -1,7 +1,7 @@
 """GRPO that lets a token gain with what follows it: FIPO, future-KL influenced policy optimization.
 
     F_t = sum_{k>=t} g^(k-t) * (log pi(y_k) - log pi_old(y_k))       g = 2^(-1 / 32)
-    w_t = clip(exp(F_t), 1, 1.2), and at most 1 where A_i < 0 and pi(y_t) / pi_old(y_t) > 4
+    w_t = clip(exp(F_t), 1, 1.2), but .8 to 1 where A_i < 0 and pi(y_t) / pi_old(y_t) > 4
     A_t = A_i * w_t, without a gradient through w_t
 
 If an update has made likelier what follows a token, the next update gives the token more of its

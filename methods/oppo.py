@@ -8,7 +8,7 @@ A token that is likelier for who knows the answer is evidence that the completio
 credit is signed, and takes the place of A_i. All changes together telescope to V_T - V_0, and to
 first order A_t = V (1 - V) e_t. The source is arXiv 2605.21851; no code of its authors is public.
 Formula and sign rule are public, as is that a policy may judge itself (the self-oracle). Ours are
-the bound of the evidence and how the policy is told: its prompt ends with "The answer is ...".
+the bound of the evidence and how the policy is told: the user ends with "The answer is ...".
 Rewards must lie within [0, 1]. Only the sign of A_i is used, so --scale_rewards changes nothing,
 and --negative_weight only where it is 0.
 
@@ -59,10 +59,12 @@ def informed(run: Run, micro: Batch) -> Batch:
         if run.args.told == "wrong":  # that of another problem, the same one for a whole group
             others = [other.answer for other in run.train_set if other.answer != answer]
             answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
+        if problem.answer == "":
+            raise ValueError("a policy can be told no answer where the data has none")
         messages = whole_prompt(problem.prompt, run.args.system_prompt)
-        messages[-1] = messages[-1] | {
-            "content": messages[-1]["content"] + f" The answer is {answer}."
-        }
+        place = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        content = messages[place]["content"] + f" The answer is {answer}."
+        messages[place] = messages[place] | {"content": content}
         ids = encode_prompt(
             run.tokenizer, messages, None, json.loads(run.args.chat_template_kwargs)
         )
@@ -86,7 +88,8 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Turns evidence into signed credit, the change of the belief."""
     size = run.args.num_generations
-    priors = torch.logit(batch.rewards.view(-1, size).nanmean(1), eps=1e-3).float()  # of groups
+    means = batch.rewards.view(-1, size).nanmean(1).nan_to_num()  # of groups; 0 if not judged
+    priors = torch.logit(means, eps=1e-3).float()
     for micro in micros:
         group = torch.searchsorted(batch.rows[::size] // size, micro.rows // size)
         # The evidence up to the tokens 0, which does not exist, 1, ..., T.

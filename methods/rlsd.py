@@ -7,7 +7,7 @@
 A token that the answer makes likelier gets more credit in a right completion, and less blame in a
 wrong one. The source is "Self-Distilled RLVR" (arXiv 2604.03128). The formula is public, and code
 stands in ms-swift (`--advantage_reweight rlsd`); there l does not fade unless
---rlsd_lambda_decay_steps says so, and so it is here. How the policy is told is ours: its prompt
+--rlsd_lambda_decay_steps says so, and so it is here. How the policy is told is ours: the user
 ends with "The answer is ...". That is the final answer, not a whole solution.
 
 It is GRPO with --rlsd_lambda 0, and where the answer changes nothing. --credit shuffled gives the
@@ -56,10 +56,12 @@ def informed(run: Run, micro: Batch) -> Batch:
         if run.args.told == "wrong":  # that of another problem, the same one for a whole group
             others = [other.answer for other in run.train_set if other.answer != answer]
             answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
+        if problem.answer == "":
+            raise ValueError("a policy can be told no answer where the data has none")
         messages = whole_prompt(problem.prompt, run.args.system_prompt)
-        messages[-1] = messages[-1] | {
-            "content": messages[-1]["content"] + f" The answer is {answer}."
-        }
+        place = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        content = messages[place]["content"] + f" The answer is {answer}."
+        messages[place] = messages[place] | {"content": content}
         ids = encode_prompt(
             run.tokenizer, messages, None, json.loads(run.args.chat_template_kwargs)
         )

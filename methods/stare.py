@@ -53,6 +53,7 @@ def surprising(micros: list[Batch], sign: int, share: float) -> list[Tensor]:
     if len(scores) == 0:
         return sides
     lowest = scores.topk(math.ceil(share * len(scores))).values[-1]
+    lowest = lowest.clamp(min=1e-8)  # a token that was certain surprises nobody
     return [side & (micro.scores >= lowest) for micro, side in zip(micros, sides, strict=True)]
 
 

@@ -90,8 +90,9 @@ def test_the_readmes_reward_pays_more_for_short_right_answers():
     names = {}
     exec(REWARD, names)
     texts = ["\\boxed{42}", "6 * 7 is \\boxed{42}", "\\boxed{41}"]
-    paid = names["short_and_right"](["6 * 7?"] * 3, texts, ["42"] * 3, other=[1] * 3)
-    assert paid == [1 - 10 / 1000, 1 - 19 / 1000, 0]
+    ids = [[1] * 10, [1] * 100, [1]]
+    paid = names["short_and_right"](["6 * 7?"] * 3, texts, ids, ["42"] * 3, other=[1] * 3)
+    assert paid == [1 / 1.1, 1 / 2, 0]
 
 
 def test_the_readmes_notebook_names_functions_that_exist():

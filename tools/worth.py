@@ -84,7 +84,9 @@ HALF = "half of the groups"
 PLAIN_FLAGS = ["--credit", "uniform", "--negative_weight", "1"]
 FIRST_FLAGS = ["--seed", "99", "--lr_scheduler_type", "constant"]  # no training run has this seed
 # Flags of all scripts that a method may set for itself. Any other would make other batches.
-OWN_FLAGS = {"credit", "negative_weight", "loss_type", "epsilon", "epsilon_high", "output_dir"}
+OWN_FLAGS = {
+    "credit", "sharpening", "negative_weight", "loss_type", "epsilon", "epsilon_high", "output_dir"
+}  # fmt: skip
 PRINTED_FIGURES = ("worth", "adam", "completions", "direction")
 OTHER_DIRECTION = 0.9  # a cosine below this is more than 25 degrees off
 NEGLIGIBLE = 0.02  # a worth that is nearer to 1 is that of GRPO

@@ -146,6 +146,29 @@ def test_delta_weighs_tokens_by_the_side_that_they_belong_to():
     np.testing.assert_allclose(np.concatenate([row.credit for row in rows]), weights, rtol=1e-4)
 
 
+def test_delta_needs_both_sides_and_stare_a_surprise_and_oppo_a_judgement():
+    """Where that is missing they weigh nothing. To compare with 0 would be surprisal in disguise."""
+    run, batch, micros = credited("delta")
+    for micro in micros:
+        micro.advantages = micro.advantages.clamp(min=0)
+        load("delta").token_scores(run, micro, {})
+    load("delta").assign_credit(run, batch, micros, {})
+    praised = [micro.credit[(micro.advantages > 0)[:, None] & micro.mask] for micro in micros]
+    assert len(torch.cat(praised).unique()) == 1
+
+    run, batch, micros = credited("stare", target_entropy=9.0)
+    for micro in micros:
+        micro.scores[:, 1:] = 0  # tokens that were certain
+    load("stare").assign_credit(run, batch, micros, {})
+    assert all((micro.credit[:, 1:][micro.mask[:, 1:]] == 1).all() for micro in micros)
+
+    run, batch, micros = credited("oppo")
+    batch.rewards[4:] = torch.nan
+    micros[1].advantages[2:] = 0.0  # of that group
+    load("oppo").assign_credit(run, batch, micros, {})
+    assert (micros[1].credit[2:] == 0).all() and micros[1].credit[:2].any()
+
+
 @pytest.mark.parametrize("part", [0, 1], ids=["right", "wrong"])
 def test_ctpo_has_the_authors_loss_and_gradient(part):
     run, _, micros = credited("ctpo")
@@ -201,6 +224,14 @@ def test_evidence_is_what_the_answer_changes(make_run, name, clip, told, answers
         torch.testing.assert_close(
             evidence[i, : len(tokens)], gain.clamp(-clip, clip), rtol=0, atol=2e-4
         )
+    chat = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "So"}]
+    batch.problems = [p._replace(prompt=chat) for p in run.train_set]
+    informed = load(name).informed(run, batch)
+    heard = run.tokenizer.decode(informed.ids[0, : informed.prompt_width])
+    assert f"Add. The answer is {answers[0]}." in heard and heard.endswith("So")
+    batch.problems = [p._replace(answer="") for p in run.train_set]
+    with pytest.raises(ValueError, match="the data has none"):
+        load(name).informed(run, batch)
 
 
 @pytest.mark.slow
