@@ -518,10 +518,11 @@ def worth() -> Table:
 def rivals() -> Table:
     """What training with files of methods/ gave."""
     predicted = {group: number for group, _, _, number in predictions()}
-    table = [["method", "updates", "seeds", "area over GRPO", "end over GRPO", "cut",
+    table = [["method", "updates", "rate", "seeds", "area over GRPO", "end over GRPO", "cut",
               "share of rollouts, predicted", "in training", "SmolLM2: learned"]]  # fmt: skip
     for group in sorted(rival_groups()):
-        cells = [group.method, str(group.updates), group.seeds(), group.area(), group.end()]
+        cells = [group.method, str(group.updates), group.rate, group.seeds()]
+        cells += [group.area(), group.end()]
         on_smollm2 = Group("smollm2", 1, STUDIES["smollm2"].rates[1], group.method)
         share = predicted_share(predicted[group]) if group in predicted else ""
         table.append([*cells, group.cut(), share, group.share(), on_smollm2.learned()])
