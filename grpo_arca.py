@@ -236,7 +236,10 @@ LOWEST = {
     "save_total_limit": 1,
     "temperature": 1e-4,
     "top_p": 1e-4,
+    "oar_noise_std": 1e-9,
 }
+# The highest value of flags, also of other scripts. No number may be above 1e18.
+HIGHEST = {"lora_dropout": 0.99, "oar_floor": 1, "trace_lambda": 1}
 
 
 # ---- What the steps of the loop share ------------------------------------------------------------
@@ -379,9 +382,11 @@ class Run:
 
         # The policy, its optimizer and its schedule.
         self.model = load_policy(args, self.accelerator.device)  # its adapter can be disabled
-        stop_ids = torch.tensor(self.model.generation_config.eos_token_id or [])  # one or several
-        stop_ids = torch.cat((stop_ids.flatten(), torch.tensor([self.tokenizer.eos_token_id])))
-        self.eos_ids = stop_ids.long().unique().to(self.accelerator.device)
+        own_ids = self.model.generation_config.eos_token_id  # one, several or None
+        stop_ids = torch.tensor([] if own_ids is None else own_ids).flatten().tolist()
+        self.eos_ids = torch.tensor(  # ascending
+            sorted({*stop_ids, self.tokenizer.eos_token_id}), device=self.accelerator.device
+        )
         optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad],
             lr=args.learning_rate,
@@ -390,8 +395,9 @@ class Run:
         self.schedule = transformers.get_scheduler(  # number of an update, from 1 -> share of peak
             args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
         ).lr_lambdas[0]
-        policy = Policy(self.model, args.temperature)
-        self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        self.policy, self.optimizer = self.accelerator.prepare(
+            Policy(self.model, args.temperature), optimizer
+        )
         # What beta pulls towards: the policy before training.
         self.start_weights = {n: p.clone() for n, p in trained_parameters(self.policy).items()}
 
@@ -449,8 +455,11 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def normalize(scores: Tensor, mask: Tensor, power: float) -> Tensor:
-    """Turns scores [B, T] >= 0 into weights T * w_t: mean 1 over a completion, 0 on padding."""
-    raised = torch.where(mask, scores.float() + 1e-8, 0.0)
+    """Turns scores [B, T] into weights T * w_t: mean 1 over a completion, 0 on padding.
+
+    A score below 0 counts as 0.
+    """
+    raised = torch.where(mask, scores.float().clamp(min=0) + 1e-8, 0.0)
     # Divide by the largest score first, because powers p > 1 of tiny scores would underflow.
     largest = raised.amax(1, keepdim=True).clamp(min=1e-30)
     raised = (raised / largest).pow(power) * mask
@@ -1228,6 +1237,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
 
     torch.manual_seed(args.seed)  # so that every process has the same adapter
     names = args.lora_target_modules
+    decoder = {*base.get_decoder().modules(), base.get_output_embeddings()}
     if args.start_adapter is None:
         model = get_peft_model(
             base,
@@ -1237,6 +1247,12 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
                 r=args.lora_r,
                 lora_alpha=args.lora_alpha,
                 lora_dropout=args.lora_dropout,
+                exclude_modules=[  # a vision tower would get no gradient
+                    layer_name
+                    for layer_name, layer in base.named_modules()
+                    if isinstance(layer, nn.Linear) and layer not in decoder
+                ]
+                or None,
             ),
             revision=args.model_revision,
         )
@@ -1247,7 +1263,9 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     else:
         # PEFT would leave layers that an adapter has no weights for as they are when new.
         warnings.filterwarnings("error", "Found missing adapter keys")
-        model = PeftModel.from_pretrained(base, args.start_adapter, is_trainable=True)
+        model = PeftModel.from_pretrained(
+            base, str(Path(args.start_adapter).resolve(strict=True)), is_trainable=True
+        )
         trained = model.peft_config["default"]
         for setting in ("r", "lora_alpha", "lora_dropout", "target_modules"):
             value = getattr(trained, setting)
@@ -1393,8 +1411,10 @@ def resume(run: Run) -> None:
             "layers of the adapter, size of rollouts or groups, or problems, or is past "
             "--max_steps: change --output_dir"
         )
-    changed = {n: v for n, v in asdict(args).items() if state["flags"].get(n) != v}
-    run.accelerator.print(f"step {state['step']}, going on with these flags changed: {changed}")
+    run.accelerator.print(
+        f"step {state['step']}, going on with these flags changed:",
+        {name: value for name, value in asdict(args).items() if state["flags"].get(name) != value},
+    )
 
     run.model.load_state_dict(state["adapter"], strict=False)
     # Restore the optimizer's moments, but keep the learning rate and weight decay of the flags.
@@ -1418,8 +1438,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         parser.set_defaults(**EMBEDDED_DEFAULTS)
         (args,) = parser.parse_args_into_dataclasses(argv)
     for name, value in vars(args).items():
-        if isinstance(value, int | float) and not LOWEST.get(name, 0) <= value < 1e18:
-            fail(f"--{name} {value} must be between {LOWEST.get(name, 0)} and 1e18")
+        if isinstance(value, int | float) and not (
+            LOWEST.get(name, 0) <= value <= HIGHEST.get(name, 1e18)
+        ):
+            fail(
+                f"--{name} {value} must be between {LOWEST.get(name, 0)} and "
+                f"{HIGHEST.get(name, 1e18)}"
+            )
     if args.report_to != "none":
         __import__(args.report_to)  # Accelerate would leave out what it cannot import
 

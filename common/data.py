@@ -100,8 +100,8 @@ def parse_rows(
         has_steps = isinstance(steps, list) and all(type(step) is int for step in steps)
         if prompt is None or isinstance(cell, list | dict | bytes) or not has_steps:
             raise ValueError(
-                f"row {number} of {name}: {prompt_key} must be a text or chat messages, the answer "
-                "one value, and steps, if any, integers"
+                f"row {number} of {name}: {prompt_key} must be a text or chat messages, not ending "
+                "with a boxed answer, the answer one value, and steps, if any, integers"
             )
         answer = gold_answer(cell)
         if prompt and (answer or not needs_answers):
@@ -139,7 +139,10 @@ def cell_of(row: dict[str, Any], column: str) -> Any:
 
 
 def as_prompt(cell: Any) -> str | list[dict[str, str]] | None:
-    """Returns a text or chat messages whose contents are texts, or None if the cell is neither."""
+    """Returns a text or chat messages whose contents are texts, or None if the cell is neither.
+
+    Messages that end with a boxed answer of the assistant are a solution, and leave nothing to do.
+    """
     if cell is None or isinstance(cell, str):
         return cell or ""
     messages = []
@@ -152,7 +155,8 @@ def as_prompt(cell: Any) -> str | list[dict[str, str]] | None:
         if not isinstance(content, str):
             return None
         messages.append(message | {"content": content})
-    return messages
+    is_begun = messages != [] and messages[-1]["role"] == "assistant"
+    return None if is_begun and last_boxed(messages[-1]["content"]) else messages
 
 
 # Text without a mark that is no answer: a number after some words or a verb ("the answer is 16"),
@@ -352,11 +356,17 @@ def encode_problems(
     Training problems whose prompts are held out are left out.
     """
     messages = whole_prompt(train[0].prompt, system_prompt)
-    others = [message for message in messages if message["role"] != "system"]
-    if others not in ([], messages):
-        told = encode_prompt(tokenizer, messages, None, template_kwargs)
-        if told == encode_prompt(tokenizer, others, None, template_kwargs):  # as with Phi-3
-            raise ValueError("the chat template drops system messages: write it into the problems")
+    told = encode_prompt(tokenizer, messages, None, template_kwargs)
+    for i, message in enumerate(messages):
+        others = messages[:i] + messages[i + 1 :]
+        if (
+            message["role"] == "system"
+            and others
+            and (
+                told == encode_prompt(tokenizer, others, None, template_kwargs)  # as with Phi-3
+            )
+        ):
+            raise ValueError("the chat template drops a system message: write it into the problems")
     encoded = []
     for problem in train + held_out:
         ids = encode_prompt(tokenizer, problem.prompt, system_prompt, template_kwargs)
@@ -385,7 +395,12 @@ def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | 
     # Weights of a whole part that the class does not have, such as a vision tower, may be left out.
     names = [*dict(base.named_modules()), *dict(base.base_model.named_modules())]
     parents = tuple(f"{parent}." for parent in {*names} - {"", base.base_model_prefix})
-    left_out = [key for key in sorted(loading["unexpected_keys"]) if key.startswith(parents)]
+    # So may causal masks, in old files of GPT-2 and GPT-J.
+    left_out = [
+        key
+        for key in sorted(loading["unexpected_keys"])
+        if key.startswith(parents) and not key.endswith((".attn.bias", ".attn.masked_bias"))
+    ]
     if left_out:
         raise ValueError(
             f"{name} has weights that {type(base).__name__} leaves out: {', '.join(left_out[:5])}"

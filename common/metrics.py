@@ -294,16 +294,22 @@ def environment() -> dict[str, Any]:
         for name in ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
     }
     # The whole hash, with "-dirty" if files differ from it; "" without git or a checkout.
-    command = 'git -C "$0" describe --always --dirty --abbrev=40 --exclude="*"'
     git = subprocess.run(
-        ["sh", "-c", command, Path(__file__).parent], capture_output=True, text=True, check=False
+        [
+            "sh",
+            "-c",
+            'git -C "$0" describe --always --dirty --abbrev=40 --exclude="*"',
+            Path(__file__).parent,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     return {
         "commit": git.stdout.strip() or None,
         "versions": versions | {"python": sys.version.split()[0]},
         "hardware": {
-            "cpu": cpuinfo.partition("model name\t: ")[2].split("\n")[0],
+            "cpu": Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].split("\n")[0],
             "cores": len(os.sched_getaffinity(0)),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "processes": int(os.environ.get("WORLD_SIZE", "1")),

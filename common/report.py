@@ -51,14 +51,13 @@ def report_run(
     folder = log.folder
     evaluations = {row["step"]: row["eval"] for row in log.rows if row.get("eval")}
     last_step = max(evaluations)
-    best = log.best_step
-    weights = folder / ("adapter" if best == last_step else f"checkpoint-{best}")
+    weights = folder / ("adapter" if log.best_step == last_step else f"checkpoint-{log.best_step}")
     summary = {
         "before": evaluations.get(0, {}),  # none if a checkpoint was moved without its log
         "after": evaluations[last_step],
         "best": {
-            "step": best,
-            log.metric: evaluations[best][log.metric],
+            "step": log.best_step,
+            log.metric: evaluations[log.best_step][log.metric],
             "weights": str(weights) if weights.is_dir() else None,  # None: they were not saved
         },
         "steps": last_step,
@@ -165,9 +164,13 @@ def write_credit_page(path: Path, title: str, groups: list[dict[str, Any]]) -> N
         autoescape=True, finalize=visible, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string((FOLDER / "credit_page.html").read_text(encoding="utf-8"))
-    all_uniform = groups != [] and all(group["is_uniform"] for group in groups)
-    names = {"title": title, "strongest": STRONGEST_TINT, "all_uniform": all_uniform}
-    path.write_text(template.render(names, groups=groups), encoding="utf-8")
+    page = template.render(
+        title=title,
+        groups=groups,
+        strongest=STRONGEST_TINT,
+        all_uniform=groups != [] and all(group["is_uniform"] for group in groups),
+    )
+    path.write_text(page, encoding="utf-8")
 
 
 def visible(value: object) -> str:
@@ -199,19 +202,20 @@ def credit_group(
             continue
         problem = members[0]["problem"]
         messages = whole_prompt(problem.prompt, system_prompt)
-        group = {
-            # Texts alone: a message may hold more, such as a date, which no checkpoint could load.
-            "messages": [{"role": m["role"], "content": m["content"]} for m in messages],
-            "answer": problem.answer,
-            "step": step,
-            "size": group_size,
-            "is_uniform": all((m["weights"] - 1).abs().max() < 1e-6 for m in members),
-            "completions": [
-                shown_completion(tokenizer, completion)
-                for completion in by_reward[:2] + by_reward[2:][-2:]
-            ],
-        }
-        return [group]
+        return [
+            {
+                # Texts alone: a message may hold what no checkpoint could load, such as a date.
+                "messages": [{"role": m["role"], "content": m["content"]} for m in messages],
+                "answer": problem.answer,
+                "step": step,
+                "size": group_size,
+                "is_uniform": all((m["weights"] - 1).abs().max() < 1e-6 for m in members),
+                "completions": [
+                    shown_completion(tokenizer, completion)
+                    for completion in by_reward[:2] + by_reward[2:][-2:]
+                ],
+            }
+        ]
     return []
 
 

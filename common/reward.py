@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Grader:
                 question = "\n".join(message["content"] for message in question)
             settled = settle(last_boxed(completion) or "", problem.answer, question)
             if isinstance(settled, list):
+                self.timeouts += self.timeouts >= limit
                 settled = self.timeouts < limit and all(self._is_equal(*pair) for pair in settled)
             verdict = float(settled and has_right_steps(completion, problem))
             verdicts.append(verdict if problem.answer else math.nan)
@@ -91,6 +92,7 @@ def start_worker() -> subprocess.Popen:
 
 
 GRADER = Grader()  # of this process; its worker starts when it is first needed
+os.register_at_fork(after_in_child=GRADER.__init__)  # two processes would read one worker's replies
 
 
 def is_right(completion: str | list, gold: str, problem: str | list = "") -> bool:
@@ -116,8 +118,19 @@ def load_reward_funcs(
         functions[name] = None
         if path != ACCURACY:
             sys.path.append(os.getcwd())  # at the end: no file there shall stand in for a library
-            functions[name] = getattr(importlib.import_module(module_name), name)
+            with contained(path):
+                functions[name] = getattr(importlib.import_module(module_name), name)
     return functions, torch.tensor(weights, dtype=torch.float64)
+
+
+@contextlib.contextmanager
+def contained(name: str) -> Iterator[None]:
+    """Keeps a user's code from ending the program as if it had succeeded, or from moving it."""
+    try:
+        with contextlib.chdir(os.getcwd()):
+            yield
+    except SystemExit as end:
+        raise RuntimeError(f"the reward function {name} has ended the program") from end
 
 
 def reward_values(
@@ -186,7 +199,8 @@ def call_reward_func(
     """
 
     def log_metric(metric: str, value: float) -> None:
-        logged.setdefault(f"rewards/{name}/{metric}", []).append(float(value))
+        other = "logged_" if metric == "mean" else ""  # the mean of the rewards has this name
+        logged.setdefault(f"rewards/{name}/{other}{metric}", []).append(float(value))
 
     problems = [copy.deepcopy(problem) for problem in problems]  # the function may change its own
     replies: list[Any] = []
@@ -206,12 +220,9 @@ def call_reward_func(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if takes_any or "log_metric" in parameters:
         inputs["log_metric"] = log_metric  # type: ignore[assignment]
-    try:
-        with contextlib.chdir(os.getcwd()):  # it may go elsewhere
-            values = function(**inputs)
-            numbers = [None if value is None else float(value) for value in values]
-    except SystemExit as end:  # its exit code may be 0
-        raise RuntimeError(f"the reward function {name} has ended the program") from end
+    with contained(name):
+        values = function(**inputs)
+        numbers = [None if value is None else float(value) for value in values]
     are_right = all(number is None or abs(number) <= 1e18 for number in numbers)  # not NaN
     if len(numbers) != len(texts) or not are_right or isinstance(values, NO_LISTS):
         raise ValueError(f"the reward function {name} must return a list of {len(texts)} numbers "

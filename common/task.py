@@ -82,9 +82,8 @@ def stated_results(text: str, problem: Problem) -> list[tuple[int, int]]:
 
 def has_right_steps(text: str, problem: Problem) -> bool:
     """Returns whether a solution states the right result of every step; its box is not read."""
-    spans = stated_results(text, problem)
-    stated = [text[begin:end].replace(",", "") for begin, end in spans]
-    return stated == [str(step) for step in problem.steps]
+    results = stated_results(text, problem)
+    return [text[a:b].replace(",", "") for a, b in results] == [str(s) for s in problem.steps]
 
 
 def token_roles(pieces: list[str], problem: Problem) -> list[str]:
@@ -103,10 +102,8 @@ def token_roles(pieces: list[str], problem: Problem) -> list[str]:
         claim = text[begin:end]
         if claim.replace(",", "") != str(truth):
             common = os.path.commonprefix([claim, str(truth)])  # noqa: RUF071  of texts, not of paths
-            first_error = begin + len(common)
+            first_error = min(begin + len(common), len(text) - 1)
             break
-    if first_error < math.inf:
-        first_error = min(first_error, len(text) - 1)
 
     roles = []
     begin = 0

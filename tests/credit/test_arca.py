@@ -75,6 +75,9 @@ def test_scores_of_any_size_give_finite_weights_of_mean_one(power):
         weights = grpo_arca.normalize(scores, mask, power)
         torch.testing.assert_close(weights.sum(1), mask.sum(1).float())
         torch.testing.assert_close(weights[2], torch.ones(6))
+    below = torch.tensor([[-0.5, 0.5, 1.5]])  # such a token must not be trained the wrong way
+    weights = grpo_arca.normalize(below, torch.ones(1, 3).bool(), power)
+    assert torch.equal(weights, grpo_arca.normalize(below.clamp(min=0), weights >= 0, power))
 
 
 def test_scores_of_a_rollout_do_not_depend_on_its_micro_batches(make_run):

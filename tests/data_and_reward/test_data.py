@@ -152,6 +152,7 @@ def test_chats_and_contents_in_parts(tmp_path, kind):
 NO_PROMPTS = [
     ["text"], [{"from": "human", "value": "x"}], 5, {"role": "user", "content": "x"},
     [{"role": "user", "content": None}], [{"content": "x"}],
+    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is \\boxed{7}."}],
 ]  # fmt: skip
 
 
@@ -564,12 +565,20 @@ def test_a_template_that_drops_the_system_message_is_refused(tokenizer):
     """As that of Phi-3-medium, which has no branch for it."""
     users = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
     mode = "{% if messages[0].role == 'system' %}(short){% endif %}" + users
-    problem = Problem("Start with 23.", "23")
-    for template, is_refused in ((users, True), (mode, False)):
+    last = "{% set ns.s = '' %}{% for m in messages %}{% if m.role == 'system' %}"
+    last = "{% set ns = namespace(s='') %}" + last + "{% set ns.s = m.content %}{% endif %}"
+    last += "{% endfor %}{{ ns.s }}" + users  # of two, it writes the last one
+    own = [{"role": "system", "content": "Smile."}, {"role": "user", "content": "Start."}]
+    for template, prompt, is_refused in (
+        (users, "Start.", True),
+        (mode, "Start.", False),
+        (last, own, True),
+    ):
+        problem = Problem(prompt, "23")
         tokenizer.chat_template = template
         encode_problems(tokenizer, [problem], [], None, {}, 999)
         if is_refused:
-            with pytest.raises(ValueError, match="the chat template drops system messages"):
+            with pytest.raises(ValueError, match="the chat template drops a system message"):
                 encode_problems(tokenizer, [problem], [], "Be brief.", {}, 999)
         else:
             encode_problems(tokenizer, [problem], [], "Be brief.", {}, 999)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_a_batch_of_endless_answers_has_a_limit(fresh, monkeypatch):
     texts = ["5^{5^{5^{5}}}", "5^{5^{5^{6}}}", "5^{5^{5^{7}}}", r"\frac{35}{\sqrt{175}}", "7"]
     problems = [Problem("", ROOT_OF_7)] * 4 + [Problem("", "7")]
     assert fresh.grade([box(text) for text in texts], problems) == [0.0, 0.0, 0.0, 0.0, 1.0]
-    assert fresh.timeouts == timeouts + 1
+    assert fresh.timeouts == timeouts + 4  # all that have no verdict
     # The next batch has a limit of its own, and only a verdict is remembered as one.
     assert grade(fresh, texts[3:4], ROOT_OF_7) == [1.0]
 
@@ -171,6 +172,20 @@ def test_an_answer_whose_worker_dies_twice_earns_0(fresh, monkeypatch):
     assert grade(fresh, [r"\frac{49}{\sqrt{343}}"], ROOT_OF_7) == [0.0]
     assert len(started) == 2 and fresh.timeouts == timeouts + 1
     monkeypatch.undo()
+
+
+def forked_verdict(number: int) -> bool:
+    """Returns whether a formula is judged as it should be; every second one is right."""
+    is_right = number % 2 == 0
+    text = f"x + \\sqrt{{{number + 2 + (not is_right)}}}"
+    return reward.is_right(box(text), f"\\sqrt{{{number + 2}}} + x") == is_right
+
+
+def test_forked_processes_have_workers_of_their_own():
+    """They would read each other's replies: wrong answers were paid, right ones were not."""
+    assert forked_verdict(0)  # this process has a worker
+    with get_context("fork").Pool(3) as pool:
+        assert all(pool.map(forked_verdict, range(1, 61), chunksize=1))
 
 
 def test_memory_of_a_worker_is_limited(fresh):

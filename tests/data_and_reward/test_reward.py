@@ -281,6 +281,20 @@ def test_reward_functions_come_from_dotted_paths_and_have_weights(tmp_path, monk
         load_reward_funcs(["accuracy_reward", "trl.rewards.accuracy_reward"], None)
 
 
+def test_a_reward_module_neither_ends_the_program_nor_moves_it(tmp_path, monkeypatch):
+    """By sys.exit(0) at its end a run would succeed without training."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "elsewhere_of_test.py").write_text(
+        "import os\nos.chdir('/')\nfrom math import prod\n"
+    )
+    load_reward_funcs(["elsewhere_of_test.prod"], None)
+    assert Path.cwd() == tmp_path
+    (tmp_path / "leaves_of_test.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(RuntimeError, match=r"leaves_of_test.pay has ended the program"):
+        load_reward_funcs(["leaves_of_test.pay"], None)
+
+
 def test_a_reward_function_gets_what_trl_gives_it():
     seen = {}
 
@@ -399,12 +413,14 @@ def test_numbers_that_a_reward_function_logs():
     def by_name(completions, log_metric, **_):
         log_metric("length", 3)
         log_metric(metric="length", value=5.0)
+        log_metric("mean", 7)  # not that of the rewards
         return [1, 2]
 
     def neither(prompts, completions, completion_ids, gold):
         return [1, 2]
 
-    for function, expected in ((by_name, {"rewards/mine/length": [3.0, 5.0]}), (neither, {})):
+    both = {"rewards/mine/length": [3.0, 5.0], "rewards/mine/logged_mean": [7.0]}
+    for function, expected in ((by_name, both), (neither, {})):
         logged: dict = {}
         called(function, logged=logged)
         assert logged == expected

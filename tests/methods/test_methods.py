@@ -147,7 +147,7 @@ def test_delta_weighs_tokens_by_the_side_that_they_belong_to():
 
 
 def test_delta_needs_both_sides_and_stare_a_surprise_and_oppo_a_judgement():
-    """Where that is missing, weights are equal: to compare with 0 would be surprisal in disguise."""
+    """Where that is missing, weights are equal: to compare with 0 would be surprisal again."""
     run, batch, micros = credited("delta")
     for micro in micros:
         micro.advantages = micro.advantages.clamp(min=0)

@@ -125,6 +125,7 @@ def test_weights_that_the_class_leaves_out_are_refused_by_name(copied, name):
 
 def test_parts_that_the_class_does_not_have_may_be_left_out(copied):
     names = ("vision_tower.blocks.0.q.weight", "projector.weight", "v_head.summary.weight")
+    names += ("model.layers.0.attn.bias", "model.layers.0.attn.masked_bias")  # masks, as of GPT-J
     change_weights(copied, lambda weights: weights.update({n: torch.zeros(2, 2) for n in names}))
     check(copied)
 
@@ -195,6 +196,17 @@ def test_a_matrix_of_both_input_and_output_gets_no_adapter(llama, copied, target
     change_weights(copied, lambda weights: weights.pop("lm_head.weight"))
     sentence = refused(copied, "--lora_target_modules", "q_proj", target)
     assert "has one matrix for input and output" in sentence
+
+
+def test_a_vision_tower_gets_no_adapter(tmp_path):
+    """It gets no gradient, and DDP would wait for one."""
+    text = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision)
+    run = check(save_model(tmp_path, config), "--load_in_4bit", "False")
+    names = [name for name, module in run.model.named_modules() if hasattr(module, "lora_A")]
+    assert len(names) == 14 and all("language_model" in name for name in names)
 
 
 # ---- How it computes -----------------------------------------------------------------------------

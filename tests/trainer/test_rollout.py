@@ -1,6 +1,7 @@
 """The rollout: how tokens are drawn, and what each completion depends on."""
 
 import itertools
+import json
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -168,10 +169,11 @@ def test_a_completion_ends_at_its_first_stop_token_and_no_other_token_vanishes(
     assert batch.texts == ["\\b", "as<|im_start|>", "", "\\basd{em"]
 
 
-def test_the_stop_tokens_are_those_of_the_generation_config(make_run, tmp_path):
+@pytest.mark.parametrize(("ids", "all_ids"), [([7, 1], [1, 2, 7]), (0, [0, 2]), (None, [2])])
+def test_the_stop_tokens_are_those_of_the_generation_config(make_run, tmp_path, ids, all_ids):
     folder = shutil.copytree(TINY, tmp_path / "model")
-    Path(folder, "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
-    assert make_run(model=str(folder)).eos_ids.tolist() == [1, 2, 7]  # and the tokenizer's
+    Path(folder, "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    assert make_run(model=str(folder)).eos_ids.tolist() == all_ids  # and the tokenizer's
 
 
 def test_a_group_that_is_drawn_again_has_another_problem_also_without_shuffling(make_run):
