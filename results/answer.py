@@ -361,9 +361,9 @@ def shown(numbers: list[float], form: str = ".2f") -> str:
 
 
 def measured(row: Row, name: str) -> list[float]:
-    """Returns a figure of a table of worth with its interval. A cosine is at most 1."""
+    """Returns a figure of a table of worth with its interval. A cosine lies between -1 and 1."""
     most = 1.0 if name == "direction" else math.inf
-    return [min(float(row[name + end]), most) for end in ("", "_low", "_high")]
+    return [max(-most, min(float(row[name + end]), most)) for end in ("", "_low", "_high")]
 
 
 def table_of(groups: list[Group], columns: dict[str, str]) -> Table:
@@ -403,6 +403,8 @@ def tests() -> Table:
     table = [[f"{len(kept)} of {len(tested)} tests remain: study", "rate", "method", "figure",
               "seeds", "over GRPO", "p", "p, corrected"]]  # fmt: skip
     for row in kept:
+        if row["method"].startswith("methods/"):  # they have a page of their own
+            continue
         cells = [row["study"], row["rate"], row["method"], row["figure"], str(row["seeds"])]
         cells.append(shown([row["more"], row["low"], row["high"]], "+.3f"))
         table.append([*cells, f"{row['p']:.2g}", f"{row['p_holm']:.2g}"])
@@ -518,11 +520,14 @@ def worth() -> Table:
 def rivals() -> Table:
     """What training with files of methods/ gave."""
     predicted = {group: number for group, _, _, number in predictions()}
-    table = [["method", "updates", "rate", "seeds", "area over GRPO", "end over GRPO", "cut",
-              "share of rollouts, predicted", "in training", "SmolLM2: learned"]]  # fmt: skip
+    found = {(row["study"], row["method"], row["figure"]): row for row in differences()}
+    table = [["method", "updates", "rate", "seeds", "area over GRPO", "its p, corrected",
+              "end over GRPO", "cut", "share of rollouts, predicted", "in training",
+              "SmolLM2: learned"]]  # fmt: skip
     for group in sorted(rival_groups()):
         cells = [group.method, str(group.updates), group.rate, group.seeds()]
-        cells += [group.area(), group.end()]
+        p_corrected = found[group.title(), group.method, "area"].get("p_holm", math.nan)
+        cells += [group.area(), f"{p_corrected:.2g}", group.end()]
         on_smollm2 = Group("smollm2", 1, STUDIES["smollm2"].rates[1], group.method)
         share = predicted_share(predicted[group]) if group in predicted else ""
         table.append([*cells, group.cut(), share, group.share(), on_smollm2.learned()])
