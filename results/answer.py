@@ -526,8 +526,8 @@ def rivals() -> Table:
               "SmolLM2: learned"]]  # fmt: skip
     for group in sorted(rival_groups()):
         cells = [group.method, str(group.updates), group.rate, group.seeds()]
-        p_corrected = found[group.title(), group.method, "area"].get("p_holm", math.nan)
-        cells += [group.area(), f"{p_corrected:.2g}", group.end()]
+        p_corrected = found[group.title(), group.method, "area"].get("p_holm", "")
+        cells += [group.area(), f"{p_corrected:.2}" if p_corrected else "", group.end()]
         on_smollm2 = Group("smollm2", 1, STUDIES["smollm2"].rates[1], group.method)
         share = predicted_share(predicted[group]) if group in predicted else ""
         table.append([*cells, group.cut(), share, group.share(), on_smollm2.learned()])

@@ -235,11 +235,12 @@ def test_evidence_is_what_the_answer_changes(make_run, name, clip, told, answers
 
 
 @pytest.mark.slow
+@torch.no_grad()
 def test_smollm2_hears_what_it_is_told_better_than_the_embedded_policy(make_run, smollm2):
     """By the correlation, over tokens, of the evidence when told a right and a wrong answer.
 
     Run it with -s for the figures; TOLD=128 makes those of methods/README.md."""
-    count = int(os.environ.get("TOLD", "32"))
+    count = int(os.environ.get("TOLD", "16"))
 
     def correlation(model: str, **flags) -> float:
         flags |= {"per_device_train_batch_size": count, "num_generations": 8}
