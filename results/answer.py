@@ -679,7 +679,8 @@ def draw_prediction(path: Path) -> None:
         axes.plot([predicted[0]] * 2, share[1:], color=color, linewidth=2, alpha=0.4)
         axes.plot(predicted[1:], [share[0]] * 2, color=color, linewidth=2, alpha=0.4)
         marker = "D" if group.study == "wrong_policy" else "o"
-        label = f"{group.method}, {TITLES[group.study]}"
+        is_rival = group.method.startswith("methods/")
+        label = "_" if is_rival else f"{group.method}, {TITLES[group.study]}"
         axes.plot(predicted[0], share[0], marker, color=color, markersize=8, label=label)
     axes.plot([0, NEVER], [0, NEVER], color="#888888", linewidth=1, linestyle="--")
     axes.axhline(NEVER, color="#888888", linewidth=1)
@@ -688,7 +689,7 @@ def draw_prediction(path: Path) -> None:
     axes.set_ylim(0, NEVER + 0.1)
     axes.set_xlabel("predicted from worth, before training")
     axes.set_ylabel("measured in training")
-    axes.set_title("Share of GRPO's rollouts to reach GRPO's end", loc="left")
+    axes.set_title("Share of GRPO's rollouts to reach GRPO's end (gray: methods/)", loc="left")
     figure.legend(frameon=False, fontsize=9, loc="outside right upper")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -698,9 +699,9 @@ def draw_prediction(path: Path) -> None:
 def draw_worth(path: Path) -> None:
     """Saves Adam's worth of every method, a panel a policy. Pale: another direction than GRPO's."""
     methods = [*WORTH, *rival_names()]
-    size = (11, 1.2 + 0.24 * len(methods))
-    figure, panels = plt.subplots(1, 3, figsize=size, layout="constrained", sharey=True)
-    for panel, (policy, title) in zip(panels, WORTH_POLICIES.items(), strict=True):
+    size = (14, 1.2 + 0.24 * len(methods))
+    figure, panels = plt.subplots(1, 4, figsize=size, layout="constrained", sharey=True)
+    for panel, (policy, title) in zip(panels, RIVAL_POLICIES.items(), strict=True):
         panel.axvline(1, color="black", linewidth=1)
         for place, method in enumerate(methods):
             if method in worth_of(policy):
@@ -712,12 +713,13 @@ def draw_worth(path: Path) -> None:
                 panel.plot(value, place, "D", color=color, markersize=5, alpha=alpha)
         panel.set_xscale("log")
         panel.set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
+        panel.set_xlim(1 / 8, 8)
         panel.minorticks_off()
-        panel.set_title(f"{title}, untrained", loc="left", fontsize=10)
+        panel.set_title(title, loc="left", fontsize=10)
         panel.grid(alpha=0.3)
     panels[0].set_yticks(range(len(methods)), methods)
     panels[0].invert_yaxis()
-    figure.supxlabel("worth of a completion as Adam sees it, over one under GRPO", fontsize=10)
+    figure.supxlabel("Adam's worth, before training or after three updates of GRPO", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
