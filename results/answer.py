@@ -521,13 +521,13 @@ def rivals() -> Table:
     """What training with files of methods/ gave."""
     predicted = {group: number for group, _, _, number in predictions()}
     found = {(row["study"], row["method"], row["figure"]): row for row in differences()}
-    table = [["method", "updates", "rate", "seeds", "area over GRPO", "its p, corrected",
-              "end over GRPO", "cut", "share of rollouts, predicted", "in training",
+    table = [["method", "updates", "rate", "seeds", "area over GRPO", "end over GRPO",
+              "its p, corrected", "cut", "share of rollouts, predicted", "in training",
               "SmolLM2: learned"]]  # fmt: skip
     for group in sorted(rival_groups()):
         cells = [group.method, str(group.updates), group.rate, group.seeds()]
-        p_corrected = found[group.title(), group.method, "area"].get("p_holm", "")
-        cells += [group.area(), f"{p_corrected:.2}" if p_corrected else "", group.end()]
+        p_corrected = found[group.title(), group.method, "end"].get("p_holm", "")
+        cells += [group.area(), group.end(), f"{p_corrected:.2}" if p_corrected else ""]
         on_smollm2 = Group("smollm2", 1, STUDIES["smollm2"].rates[1], group.method)
         share = predicted_share(predicted[group]) if group in predicted else ""
         table.append([*cells, group.cut(), share, group.share(), on_smollm2.learned()])

@@ -275,7 +275,8 @@ def train_all(runs: list[Run], processes: int, smollm2: Path) -> None:
 
 # ---- What runs leave -----------------------------------------------------------------------------
 def lines_of(run: Run, folder: Path) -> list[dict[str, Any]]:
-    """Returns a line for each evaluation of a finished run."""
+    """Returns a line for each evaluation of a finished run, but for what a resume has added."""
+    study = STUDIES[run.study]
     environment = json.loads((folder / "config.json").read_text())["environment"]
     lines = []
     since: list[dict[str, Any]] = []  # updates since the last evaluation
@@ -284,8 +285,11 @@ def lines_of(run: Run, folder: Path) -> list[dict[str, Any]]:
         if "reward" in row:
             since.append(row)
             continue
+        rollout = row["step"] / run.updates
+        if rollout % study.every != 0 and rollout != study.rollouts:
+            continue
         line = {name: value for name, value in run._asdict().items() if name != "study"}
-        line["rollout"] = row["step"] // run.updates
+        line["rollout"] = int(rollout)
         line["sampled"] = row["eval"]["sampled_accuracy"]
         line["greedy"] = row["eval"]["greedy_accuracy"]
         line["pass_at_4"] = row["eval"]["pass@4"]

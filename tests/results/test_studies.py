@@ -28,7 +28,7 @@ def test_every_planned_run_has_a_folder_of_its_own():
 
 
 def finish(folder, rewards):
-    """Leaves what a run of two updates does, evaluated before and after them."""
+    """Leaves what a run of two updates does, evaluated before and after them, and at a resume."""
     folder.mkdir(parents=True)
     environment = {"commit": "abc", "hardware": {"cpu": "Xeon"}}
     (folder / "run.json").write_text(json.dumps(RUN._asdict()))
@@ -36,6 +36,7 @@ def finish(folder, rewards):
     (folder / "summary.json").write_text("{}")
     rows = [{"step": i, "reward": x, "clipped_gradient": i} for i, x in enumerate(rewards)]
     accuracy = {"sampled_accuracy": 0.25, "greedy_accuracy": 0.5, "pass@4": 1.0}
+    rows.insert(1, {"step": 30, "eval": accuracy | {"sampled_accuracy": 0.9}})
     rows = [{"step": 0, "eval": accuracy}, *rows, {"step": 200, "eval": accuracy}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
