@@ -92,7 +92,8 @@ def start_worker() -> subprocess.Popen:
 
 
 GRADER = Grader()  # of this process; its worker starts when it is first needed
-os.register_at_fork(after_in_child=GRADER.__init__)  # two processes would read one worker's replies
+# Two processes would read one worker's replies.
+os.register_at_fork(after_in_child=GRADER.__init__)  # type: ignore[misc]
 
 
 def is_right(completion: str | list, gold: str, problem: str | list = "") -> bool:
