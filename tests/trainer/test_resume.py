@@ -46,7 +46,8 @@ def forks(tmp_path_factory) -> Path:
         script = SCRIPTS[i % len(SCRIPTS)]
         folder = at / script / f"{i}-{number.name}"
         stop = {"signal": number, "when": "out/metrics.jsonl"}
-        stop |= {"lines": places.randrange(1, 10), "after": places.uniform(0, 1)}
+        # Of ten lines, so that a fast machine has not ended the run before.
+        stop |= {"lines": places.randrange(1, 8), "after": places.uniform(0, 0.2)}
         if number == signal.SIGKILL and i % 2 == 1:  # inside a save
             stop = {"signal": number, "when": "out/unfinished-checkpoint"}
             stop["after"] = places.uniform(0, 0.05)
