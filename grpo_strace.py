@@ -240,7 +240,7 @@ EMBEDDED_DEFAULTS = {  # used instead for a policy whose config.json says "embed
     "per_device_eval_batch_size": 200,
     "save_steps": 25,
 }
-# The lowest value of flags that cannot be 0. No number may be below 0.
+# The lowest value of flags that cannot be 0, of any script. No number may be below 0.
 LOWEST = {
     "lora_alpha": 1,
     "num_generations": 2,
@@ -255,7 +255,7 @@ LOWEST = {
     "top_p": 1e-4,
     "oar_noise_std": 1e-9,
 }
-# The highest value of flags, also of other scripts. No number may be above 1e18.
+# The highest value of flags, of any script. No number may be above 1e18.
 HIGHEST = {"lora_dropout": 0.99, "oar_floor": 1, "trace_lambda": 1}
 
 
@@ -1264,8 +1264,8 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
 
     torch.manual_seed(args.seed)  # so that every process has the same adapter
     names = args.lora_target_modules
-    decoder = {*base.get_decoder().modules(), base.get_output_embeddings()}
     if args.start_adapter is None:
+        decoder = {*base.get_decoder().modules(), base.get_output_embeddings()}
         model = get_peft_model(
             base,
             LoraConfig(

@@ -362,10 +362,8 @@ def encode_problems(
         if (
             message["role"] == "system"
             and others
-            and (
-                told == encode_prompt(tokenizer, others, None, template_kwargs)  # as with Phi-3
-            )
-        ):
+            and told == encode_prompt(tokenizer, others, None, template_kwargs)
+        ):  # as with Phi-3
             raise ValueError("the chat template drops a system message: write it into the problems")
     encoded = []
     for problem in train + held_out:

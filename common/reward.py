@@ -52,7 +52,7 @@ class Grader:
                 question = "\n".join(message["content"] for message in question)
             settled = settle(last_boxed(completion) or "", problem.answer, question)
             if isinstance(settled, list):
-                self.timeouts += self.timeouts >= limit
+                self.timeouts += self.timeouts >= limit  # then it gets 0 without a verdict, too
                 settled = self.timeouts < limit and all(self._is_equal(*pair) for pair in settled)
             verdict = float(settled and has_right_steps(completion, problem))
             verdicts.append(verdict if problem.answer else math.nan)

@@ -53,11 +53,11 @@ def informed(run: Run, micro: Batch) -> Batch:
     prompts = []
     for problem in micro.problems:
         answer = problem.answer
+        if answer == "":
+            raise ValueError("a policy can be told no answer where the data has none")
         if run.args.told == "wrong":  # that of another problem, the same one for a whole group
             others = [other.answer for other in run.train_set if other.answer != answer]
             answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
-        if problem.answer == "":
-            raise ValueError("a policy can be told no answer where the data has none")
         messages = whole_prompt(problem.prompt, run.args.system_prompt)
         place = max(i for i, message in enumerate(messages) if message["role"] == "user")
         content = messages[place]["content"] + f" The answer is {answer}."

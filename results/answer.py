@@ -403,7 +403,7 @@ def tests() -> Table:
     table = [[f"{len(kept)} of {len(tested)} tests remain: study", "rate", "method", "figure",
               "seeds", "over GRPO", "p", "p, corrected"]]  # fmt: skip
     for row in kept:
-        if row["method"].startswith("methods/"):  # they have a page of their own
+        if is_rival(row["method"]):
             continue
         cells = [row["study"], row["rate"], row["method"], row["figure"], str(row["seeds"])]
         cells.append(shown([row["more"], row["low"], row["high"]], "+.3f"))
@@ -486,16 +486,20 @@ def worth_of(policy: str) -> dict[str, Row]:
     return rows
 
 
+def is_rival(method: str) -> bool:
+    """Returns whether a method is a file of methods/, whose figures have a page of their own."""
+    return method.startswith("methods/")
+
+
 def rival_groups() -> list[Group]:
     """Returns the trained runs of files of methods/ on the wrong policy, at GRPO's rates."""
-    groups = at_grpos_rate("wrong_policy")
-    return [group for group in groups if group.method.startswith("methods/")]
+    return [group for group in at_grpos_rate("wrong_policy") if is_rival(group.method)]
 
 
 def rival_names() -> list[str]:
     """Returns the files of methods/ whose worth was measured, as the data calls them."""
     names = {name for policy in RIVAL_POLICIES for name in worth_of(policy)}
-    return sorted(name for name in names if name.startswith("methods/"))
+    return sorted(filter(is_rival, names))
 
 
 def worth_rows(methods: list[str], policies: dict[str, str]) -> Table:
@@ -564,11 +568,11 @@ def predicted_share(completions: list[float]) -> str:
 
 
 def completions() -> Table:
-    """Predicted and measured shares of GRPO's rollouts. Files of methods/ have their own table."""
+    """Predicted and measured shares of GRPO's rollouts."""
     table = [["task", "method", "Adam's worth", "power", "completions",
               "share of rollouts, predicted", "share of rollouts, in training"]]  # fmt: skip
     for group, power, adam, number in predictions():
-        if not group.method.startswith("methods/"):
+        if not is_rival(group.method):
             cells = [TITLES[group.study], group.method, shown(adam), f"{power:.2f}"]
             table.append([*cells, f"{number[0]:.2f}", predicted_share(number), group.share()])
     return table
@@ -679,8 +683,7 @@ def draw_prediction(path: Path) -> None:
         axes.plot([predicted[0]] * 2, share[1:], color=color, linewidth=2, alpha=0.4)
         axes.plot(predicted[1:], [share[0]] * 2, color=color, linewidth=2, alpha=0.4)
         marker = "D" if group.study == "wrong_policy" else "o"
-        is_rival = group.method.startswith("methods/")
-        label = "_" if is_rival else f"{group.method}, {TITLES[group.study]}"
+        label = "_" if is_rival(group.method) else f"{group.method}, {TITLES[group.study]}"
         axes.plot(predicted[0], share[0], marker, color=color, markersize=8, label=label)
     axes.plot([0, NEVER], [0, NEVER], color="#888888", linewidth=1, linestyle="--")
     axes.axhline(NEVER, color="#888888", linewidth=1)
