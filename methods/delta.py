@@ -77,7 +77,8 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     weights = args.delta_low + (args.delta_high - args.delta_low) * belonging * (sign != 0)
     # Completions without an advantage may be missing in the micro-batches, but count in the mean.
     others = batch.mask[batch.advantages == 0].sum()
-    weights *= (others + (sign != 0).sum()) / (args.delta_low * others + weights[sign != 0].sum())
+    total = args.delta_low * others + weights[sign != 0].sum()
+    weights *= (others + (sign != 0).sum()) / total.clamp(min=1e-30)  # all 0: nothing is trained
     parts = weights.split([int(micro.mask.sum()) for micro in micros])
     for micro, part in zip(micros, parts, strict=True):
         credit = torch.zeros_like(micro.entropy)

@@ -1,13 +1,14 @@
 """GRPO that lets a token gain with what follows it: FIPO, future-KL influenced policy optimization.
 
     F_t = sum_{k>=t} g^(k-t) * (log pi(y_k) - log pi_old(y_k))       g = 2^(-1 / 32)
-    w_t = clip(exp(F_t), 1, 1.2), but .8 to 1 where A_i < 0 and pi(y_t) / pi_old(y_t) > 4
+    w_t = clip(exp(F_t), 1, 1.2), but at most 1 where A_i < 0 and pi(y_t) / pi_old(y_t) > 4
     A_t = A_i * w_t, without a gradient through w_t
 
 If an update has made likelier what follows a token, the next update gives the token more of its
-advantage. The source is arXiv 2603.19835, with factors in [.8, 1.2]. These defaults are those of
-ms-swift (`--loss_type fipo`), whose code is public: factors in [1, 1.2], and a threshold of 4 above
-which wrong tokens are not amplified. Its filter of tokens by --delta, off by default, is left out.
+advantage. The source is arXiv 2603.19835, and code is public from its authors
+(github.com/qwenpilot/FIPO) and in ms-swift (`--loss_type fipo`), whose defaults these are. Wrong
+tokens above the threshold of 4 are not amplified. The paper's runs of 32B have factors in [1, 1.2]
+and a threshold of 10, those of 7B [.8, 1.2] and 3. Their filter of ratios above 10 is left out.
 
 It is GRPO in the first update of a rollout, where pi is pi_old and every F_t is 0. --credit
 shuffled gives the factors of each completion to its tokens in random order.
@@ -31,7 +32,7 @@ class Flags:
     # === CREDIT ===
     credit: Literal["fipo", "shuffled"] = flag("fipo", "what weighs tokens; shuffled: a control")
     fipo_decay_rate: float = flag(32.0, "tokens after which the future counts half")
-    fipo_low: float = flag(1.0, "the smallest factor; the paper has 0.8")
+    fipo_low: float = flag(1.0, "the smallest factor; 0.8 in the paper's runs of 7B")
     fipo_high: float = flag(1.2, "the largest factor")
     fipo_safety_threshold: float = flag(4.0, "a ratio above this is not amplified where A < 0")
     # === END CREDIT ===

@@ -6,9 +6,9 @@
 
 A token that is likelier for who knows the answer is evidence that the completion ends well. The
 credit is signed, and takes the place of A_i. All changes together telescope to V_T - V_0, and to
-first order A_t = V (1 - V) e_t. The source is arXiv 2605.21851; no code of its authors is public.
+first order A_t = V (1 - V) e_t. The source is arXiv 2605.21851; no code of its authors was found.
 Formula and sign rule are public, as is that a policy may judge itself (the self-oracle). Ours are
-the bound of the evidence and how the policy is told: the user ends with "The answer is ...".
+the bound of 1 and how the policy is told: the user ends with "The answer is ...".
 Rewards must lie within [0, 1]. Only the sign of A_i is used, so --scale_rewards changes nothing,
 and --negative_weight only where it is 0.
 

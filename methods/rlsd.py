@@ -5,10 +5,11 @@
     A_t = A_i * (1 - l + l * w_t)                       l = .5, fading to 0
 
 A token that the answer makes likelier gets more credit in a right completion, and less blame in a
-wrong one. The source is "Self-Distilled RLVR" (arXiv 2604.03128). The formula is public, and code
-stands in ms-swift (`--advantage_reweight rlsd`); there l does not fade unless
---rlsd_lambda_decay_steps says so, and so it is here. How the policy is told is ours: the user
-ends with "The answer is ...". That is the final answer, not a whole solution.
+wrong one. The source is "Self-Distilled RLVR" (arXiv 2604.03128). Code is public from its authors
+(github.com/iie-ycx/RLSD) and in ms-swift (`--advantage_reweight rlsd`), and this is as in ms-swift:
+the present policy is told the answer, and l does not fade unless --rlsd_lambda_decay_steps says so.
+In the authors' script a copy is told that is renewed every 20 steps, and l fades within 60. As
+there, what is told is the final answer. The words are ours: the user ends with "The answer is ...".
 
 It is GRPO with --rlsd_lambda 0, and where the answer changes nothing. --credit shuffled gives the
 weights of each completion to its tokens in random order. --told wrong tells the policy the answer

@@ -8,7 +8,8 @@ Variant O1 has W = 1.1 and leaves L- alone. C2 has M = .9 as well. Both keep a p
 its entropy. The source is arXiv 2606.19236. Formula and values are those of the authors' code
 (github.com/hp-luo/STARE), whose default is O1 with a target of .3 nats. There the tenths are those
 of a call of the loss, by the present policy; here those of a rollout (of this process), by the
-policy that sampled it. Their optional schedule of W and M is left out.
+policy that sampled it. Their script leaves groups of equal rewards out of the mean entropy; here
+all completions of all processes count. Their optional schedule of W and M is left out.
 
 It is GRPO while the mean entropy of a rollout's tokens is at or above --target_entropy, and with
 W = M = 1. --credit shuffled gives the weights of each completion to its tokens in random order.
@@ -60,7 +61,9 @@ def surprising(micros: list[Batch], sign: int, share: float) -> list[Tensor]:
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Gives every token the weight 1, W or M."""
     args = run.args
-    is_low = batch.entropy[batch.mask].mean() < args.target_entropy
+    sums = torch.stack([batch.entropy[batch.mask].sum(), batch.mask.sum().float()])
+    entropy_sum, token_count = run.accelerator.reduce(sums, "sum")  # over all processes
+    is_low = entropy_sum < args.target_entropy * token_count
     metrics["stare_is_on"] = float(is_low)
     praised = surprising(micros, 1, args.surprising_share)
     blamed = surprising(micros, -1, args.surprising_share)

@@ -76,6 +76,7 @@ NAMES = {  # a method in the tables of worth and of tokens -> on the page
     "oar_g, right alone": "OAR-G, right answers only",
     "s_trace, right alone": "S-trace, right answers only",
     "right alone, by probability": "right answers only, by probability",
+    "grpo_arca.py --credit probability --negative_weight 0": "right answers only, by probability",
     "oracle: step values": "step values",
     "oracle: least variance": "least variance",
     "other samples": "null: other problems",
@@ -127,15 +128,6 @@ def mean_interval(values: np.ndarray) -> tuple[Any, Any, Any]:
     return values.mean(0), values.mean(0) - half, values.mean(0) + half
 
 
-def share_interval(successes: int, runs: int) -> tuple[float, float]:
-    """Returns Clopper and Pearson's 95% interval of a share."""
-    shares = np.linspace(0, 1, 10_001)
-    terms = [math.comb(runs, k) * shares**k * (1 - shares) ** (runs - k) for k in range(runs + 1)]
-    at_least = shares[sum(terms[successes:]) >= 0.025]
-    at_most = shares[sum(terms[: successes + 1]) >= 0.025]
-    return float(at_least[0]), float(at_most[-1])
-
-
 def share_of_rollouts(curves: np.ndarray, others: np.ndarray) -> list[float]:
     """Returns the share of the rollouts after which curves [S, points] reach the end of others.
 
@@ -144,7 +136,7 @@ def share_of_rollouts(curves: np.ndarray, others: np.ndarray) -> list[float]:
     from the first place where the upper limit is 0 to the first one where the lower limit is.
     """
     points = curves.shape[1]
-    fine = np.linspace(0, points - 1, 1001)
+    fine = np.linspace(0, points - 1, 10_001)
     inside = np.array([np.interp(fine, np.arange(points), curve) for curve in curves])
     mean, low, high = mean_interval(inside - others[:, -1:])
     shares = []
@@ -249,9 +241,15 @@ class Group(NamedTuple):
             f"{len(self.ends_that_learned())} of {self.seeds()}" if self.is_there() else "not run"
         )
 
-    def learned_interval(self) -> str:
-        low, high = share_interval(len(self.ends_that_learned()), len(self.lines()))
-        return f"{low:.2f} to {high:.2f}"
+    def learned_by_grpo(self) -> str:
+        """Returns how many runs of GRPO learned on the same seeds."""
+        _, others = pairs_of(self, self.of(GRPO))
+        return f"{(others[:, -1] > LEARNED_ABOVE).sum()} of {len(others)}"
+
+    def above_grpo(self) -> str:
+        """Returns on how many seeds it ends above GRPO."""
+        own, others = pairs_of(self, self.of(GRPO))
+        return f"{(own[:, -1] > others[:, -1]).sum()} of {len(own)}" if self.method != GRPO else ""
 
     def learned_end(self) -> str:
         ends = self.ends_that_learned()
@@ -387,7 +385,7 @@ def result() -> Table:
     for row in read_csv(DATA / "step_times/table.csv"):
         times[NAMES.get(row["credit"], GRPO)] = row["ratio"]
     for method in (GRPO, "right answers only", "ARCA", "OAR-G", "S-trace", "least variance"):
-        name = "an oracle: exact credit" if method == "least variance" else method
+        name = "the best of three oracles" if method == "least variance" else method
         cells = [name]
         for study, updates in studies.values():
             cells.append(Group(study, updates, STUDIES[study].rates[updates], method).end())
@@ -469,7 +467,7 @@ def smollm2() -> Table:
     groups = at_grpos_rate("smollm2") + at_grpos_rate("smollm2_float32")
     return table_of([group for group in groups if len(group.lines()) >= FEWEST_SEEDS], {
         "study": "title", "method": "method", "rate": "rate", "learned": "learned",
-        "95% interval of that share": "learned_interval",
+        "GRPO on the same seeds": "learned_by_grpo", "ends above it": "above_grpo",
         "end, lowest to highest": "sampled_range",
         "mean of those that learned": "learned_end", "cut": "cut",
         "completions a rollout": "completions",
@@ -527,12 +525,12 @@ def rivals() -> Table:
     found = {(row["study"], row["method"], row["figure"]): row for row in differences()}
     table = [["method", "updates", "rate", "seeds", "area over GRPO", "end over GRPO",
               "its p, corrected", "cut", "share of rollouts, predicted", "in training",
-              "SmolLM2: learned"]]  # fmt: skip
+              "SmolLM2 in float32: learned"]]  # fmt: skip
     for group in sorted(rival_groups()):
         cells = [group.method, str(group.updates), group.rate, group.seeds()]
         p_corrected = found[group.title(), group.method, "end"].get("p_holm", "")
         cells += [group.area(), group.end(), f"{p_corrected:.2}" if p_corrected else ""]
-        on_smollm2 = Group("smollm2", 1, STUDIES["smollm2"].rates[1], group.method)
+        on_smollm2 = Group("smollm2_float32", 1, STUDIES["smollm2"].rates[1], group.method)
         share = predicted_share(predicted[group]) if group in predicted else ""
         table.append([*cells, group.cut(), share, group.share(), on_smollm2.learned()])
     return table
@@ -544,16 +542,17 @@ def rivals_worth() -> Table:
 
 
 @cache
-def predictions() -> list[tuple[Group, float, list[float], list[float]]]:
+def predictions() -> list[tuple[Group, list[float], list[float], list[float]]]:
     """Returns the methods whose worth was measured before they were trained.
 
     Each has the power that makes Adam's worth a number of completions, Adam's worth, and that
-    number, with intervals. That of the number holds the uncertainty of the power.
+    number, all with intervals. That of the number holds the uncertainty of the power.
     """
     found = []
     for study in ("sharpening", "wrong_policy"):
         rows = worth_of(study)
-        power = math.log(0.5) / math.log(float(rows["half of the groups"]["adam"]))
+        halves = measured(rows["half of the groups"], "adam")
+        power = [math.log(0.5) / math.log(adam) for adam in halves]
         for method, row in rows.items():
             group = Group(study, 1, STUDIES[study].rates[1], method)
             if group.is_there() and row.get("completions") and float(row["adam"]) != 1:
@@ -573,7 +572,7 @@ def completions() -> Table:
               "share of rollouts, predicted", "share of rollouts, in training"]]  # fmt: skip
     for group, power, adam, number in predictions():
         if not is_rival(group.method):
-            cells = [TITLES[group.study], group.method, shown(adam), f"{power:.2f}"]
+            cells = [TITLES[group.study], group.method, shown(adam), shown(power)]
             table.append([*cells, f"{number[0]:.2f}", predicted_share(number), group.share()])
     return table
 

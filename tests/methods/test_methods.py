@@ -55,6 +55,7 @@ def credited(name: str, **flags) -> tuple:
         rollout=5,
         updates_per_rollout=1,
         update_size=8,
+        accelerator=SimpleNamespace(reduce=lambda sums, reduction: sums),
     )
     micros = [batch.select(torch.tensor(rows)) for rows in ([0, 2, 5], [1, 3, 4, 6])]
     for micro in micros:
@@ -155,12 +156,24 @@ def test_delta_needs_both_sides_and_stare_a_surprise_and_oppo_a_judgement():
     load("delta").assign_credit(run, batch, micros, {})
     praised = [micro.credit[(micro.advantages > 0)[:, None] & micro.mask] for micro in micros]
     assert len(torch.cat(praised).unique()) == 1
+    run.args.delta_low = 0.0
+    for micro in micros:
+        micro.advantages[:] = 0.0
+        load("delta").token_scores(run, micro, {})
+    load("delta").assign_credit(run, batch, micros, {})
+    assert all((micro.credit == 0).all() for micro in micros)
 
     run, batch, micros = credited("stare", target_entropy=9.0)
     for micro in micros:
         micro.scores[:, 1:] = 0  # tokens that were certain
     load("stare").assign_credit(run, batch, micros, {})
     assert all((micro.credit[:, 1:][micro.mask[:, 1:]] == 1).all() for micro in micros)
+
+    # Another process has as many tokens, and its policy is uncertain.
+    run.accelerator.reduce = lambda sums, reduction: sums + sums[1] * torch.tensor([30.0, 1.0])
+    metrics: dict = {}
+    load("stare").assign_credit(run, batch, micros, metrics)
+    assert metrics["stare_is_on"] == 0.0
 
     run, batch, micros = credited("oppo")
     batch.rewards[4:] = torch.nan
