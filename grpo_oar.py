@@ -72,7 +72,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, parse_flag_from_env
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ from common.reward import (
 from common.task import Problem
 
 SCRIPT = Path(__file__).resolve()
-CUDA = torch.cuda.is_available()
+CUDA = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 STOP_CHECK_INTERVAL = 8  # tokens between checks for ended completions; a check waits for the GPU
 SHRINK_AT = 0.75  # share of unfinished rows at which dropping the others is worth the copying
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
@@ -1492,6 +1492,7 @@ def nf4_in_fp32(layer: Any, x: Tensor) -> Tensor:
 def load_policy(args: Args, device: torch.device) -> PeftModel:
     """Returns the base model in NF4, with a new adapter or the one that the run starts from."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
+    torch.set_float32_matmul_precision("highest")  # the images of NGC ask for TF32
     name = args.model_name_or_path
     config = transformers.AutoConfig.from_pretrained(name, revision=args.model_revision)
     text_config = config.get_text_config()
@@ -1553,8 +1554,11 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         trained = model.peft_config["default"]
         for setting in ("r", "lora_alpha", "lora_dropout", "target_modules"):
             value = getattr(trained, setting)
-            value = sorted(value) if isinstance(value, set) else value
-            setattr(args, f"lora_{setting.removeprefix('lora_')}", value)
+            setattr(
+                args,
+                f"lora_{setting.removeprefix('lora_')}",
+                sorted(value) if isinstance(value, set) else value,
+            )
         if (
             trained.bias != "none"
             or trained.lora_bias

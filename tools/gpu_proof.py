@@ -61,7 +61,7 @@ def bench(methods: str, shape: str, flags: str = "") -> str:
 
 
 PARTS = [
-    Part("tests", 300, "pytest -q -m gpu tests", {}),
+    Part("tests", 300, "pytest -q tests/trainer/test_gpu.py", {}),
     Part(
         "default",
         200,
@@ -259,7 +259,8 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder.absolute()
     results = folder if options.small else ROOT / "results"
-    os.environ["CUDA_VISIBLE_DEVICES"] = "" if options.small else "0"  # of several, the first
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    os.environ["CUDA_VISIBLE_DEVICES"] = "" if options.small else first
     if not (options.small or environment()["hardware"]["gpus"]):
         parser.error("there is no GPU: --small tries the command in small")
     for part in PARTS:

@@ -1,6 +1,7 @@
 """Models that are not what they seem are found before the first step."""
 
 import json
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -221,6 +222,20 @@ def test_a_card_that_only_emulates_bf16_computes_in_float32(monkeypatch, has_bf1
     monkeypatch.setattr(grpo_arca, "CUDA", True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
     assert grpo_arca.parse_args([]).dtype == dtype
+
+
+def test_a_launch_on_the_cpu_uses_no_gpu(monkeypatch):
+    """`accelerate launch --cpu` sets this variable. Graphs of steps on a CPU would be empty."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert runpy.run_path(grpo_arca.__file__)["CUDA"]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert not runpy.run_path(grpo_arca.__file__)["CUDA"]
+
+
+def test_products_are_in_full_precision_where_the_machine_asks_for_tf32(make_run):
+    torch.set_float32_matmul_precision("high")
+    make_run()
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_the_launchers_compiler_is_off(make_run, monkeypatch):
