@@ -699,7 +699,10 @@ def draw_prediction(path: Path) -> None:
 
 
 def draw_worth(path: Path) -> None:
-    """Saves Adam's worth of every method, a panel a policy. Pale: another direction than GRPO's."""
+    """Saves Adam's worth of every method, a panel a policy. Pale: another direction than GRPO's.
+
+    What lies outside of the panel is drawn on its edge.
+    """
     methods = [*WORTH, *rival_names()]
     size = (14, 1.2 + 0.24 * len(methods))
     figure, panels = plt.subplots(1, 4, figsize=size, layout="constrained", sharey=True)
@@ -707,7 +710,7 @@ def draw_worth(path: Path) -> None:
         panel.axvline(1, color="black", linewidth=1)
         for place, method in enumerate(methods):
             if method in worth_of(policy):
-                value, low, high = measured(worth_of(policy)[method], "adam")
+                value, low, high = np.clip(measured(worth_of(policy)[method], "adam"), 0.13, 7.7)
                 is_aligned = measured(worth_of(policy)[method], "direction")[0] > ALIGNED
                 alpha = 1.0 if is_aligned else 0.35
                 color = COLORS.get(method, "#555555")
