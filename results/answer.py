@@ -398,7 +398,7 @@ def tests() -> Table:
     """What remains of all tests after Holm's correction."""
     tested = [row for row in differences() if row["p"] != ""]
     kept = [row for row in tested if row["p_holm"] < 0.05]
-    table = [[f"{len(kept)} of {len(tested)} tests remain: study", "rate", "method", "figure",
+    table = [[f"study ({len(kept)} of {len(tested)} tests remain)", "rate", "method", "figure",
               "seeds", "over GRPO", "p", "p, corrected"]]  # fmt: skip
     for row in kept:
         if is_rival(row["method"]):
@@ -467,7 +467,7 @@ def smollm2() -> Table:
     groups = at_grpos_rate("smollm2") + at_grpos_rate("smollm2_float32")
     return table_of([group for group in groups if len(group.lines()) >= FEWEST_SEEDS], {
         "study": "title", "method": "method", "rate": "rate", "learned": "learned",
-        "GRPO on the same seeds": "learned_by_grpo", "ends above it": "above_grpo",
+        "GRPO on the same seeds": "learned_by_grpo", "ends above GRPO": "above_grpo",
         "end, lowest to highest": "sampled_range",
         "mean of those that learned": "learned_end", "cut": "cut",
         "completions a rollout": "completions",
@@ -524,8 +524,8 @@ def rivals() -> Table:
     predicted = {group: number for group, _, _, number in predictions()}
     found = {(row["study"], row["method"], row["figure"]): row for row in differences()}
     table = [["method", "updates", "rate", "seeds", "area over GRPO", "end over GRPO",
-              "its p, corrected", "cut", "share of rollouts, predicted", "in training",
-              "SmolLM2 in float32: learned"]]  # fmt: skip
+              "p of the end, corrected", "cut", "share of rollouts, predicted",
+              "share of rollouts, in training", "SmolLM2 in float32: learned"]]  # fmt: skip
     for group in sorted(rival_groups()):
         cells = [group.method, str(group.updates), group.rate, group.seeds()]
         p_corrected = found[group.title(), group.method, "end"].get("p_holm", "")
