@@ -232,9 +232,9 @@ def test_a_launch_on_the_cpu_uses_no_gpu(monkeypatch):
     assert not runpy.run_path(grpo_arca.__file__)["CUDA"]
 
 
-def test_products_are_in_full_precision_where_the_machine_asks_for_tf32(make_run):
+def test_products_are_in_full_precision_where_the_machine_asks_for_tf32():
     torch.set_float32_matmul_precision("high")
-    make_run()
+    grpo_arca.load_policy(grpo_arca.parse_args([]), torch.device("cpu"))
     assert torch.get_float32_matmul_precision() == "highest"
 
 
