@@ -311,7 +311,6 @@ def main() -> None:
     flags = f"{STATIONARY} {SHORT} --max_steps {options.warmup + options.updates}".split()
     if options.shape:
         folder = str(make_checkpoint(options.shape))
-        torch.cuda.empty_cache()  # the processes of the contenders need it
         flags += ["--model_name_or_path", folder, "--reward_funcs", "bench.variety"]
     flags += own_flags
     contenders = contenders_of(options)

@@ -59,7 +59,6 @@ def test_a_goal_holds_only_where_a_part_has_ended_well_on_a_gpu(
 def test_the_first_part_finds_the_tests_that_need_a_gpu():
     run = subprocess.run(gpu_proof.PARTS[0].command.split(), cwd=ROOT, capture_output=True)
     assert run.returncode == 0, run.stdout.decode()
-    assert b"skipped" in run.stdout or b"passed" in run.stdout
 
 
 def test_parts_are_done_once_and_their_end_is_in_the_table(tmp_path, monkeypatch, capsys):
