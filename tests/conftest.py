@@ -28,7 +28,7 @@ def load_once(load):
             return load(args, device)
         flags = vars(args).items()
         prefixes = ("model", "load", "dtype", "lora", "gradient_checkpointing", "seed")
-        key = repr([(name, value) for name, value in flags if name.startswith(prefixes)])
+        key = repr([device, *((name, value) for name, value in flags if name.startswith(prefixes))])
         if key not in POLICIES:
             POLICIES[key] = load(args, device)
         return copy.deepcopy(POLICIES[key])

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may wait for a network
+os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # as tensors of tests; see test_gpu.py
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, so threads would only wait
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

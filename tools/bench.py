@@ -187,7 +187,7 @@ def run_trl(argv: list[str]) -> None:
         gradient_checkpointing=args.gradient_checkpointing,
         chat_template_kwargs=json.loads(args.chat_template_kwargs),
         bf16=args.dtype == "bfloat16",
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not grpo_arca.CUDA,
         shuffle_dataset=False,
         save_strategy="no",
         report_to="none",
@@ -255,10 +255,15 @@ def measure_all(
     total = options.repeats * len(contenders)
     for repeat in range(options.repeats):
         for contender in contenders[:: 1 if repeat % 2 == 0 else -1]:
-            found[contender.name].append(measure(contender, flags, options.warmup))
+            figures = measure(contender, flags, options.warmup)
+            found[contender.name].append(figures)
             count = sum(map(len, found.values()))
             minutes = (time.time() - began) / count * (total - count) / 60
-            print(f"[{count}/{total}] {contender.name}: {minutes:.1f} min left", file=sys.stderr)
+            print(
+                f"[{count}/{total}] {contender.name}: {figures['step']:.2f} s a step, "
+                f"{figures['tokens/s']:.0f} tokens/s; {minutes:.1f} min left",
+                file=sys.stderr,
+            )
     return found
 
 

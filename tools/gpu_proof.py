@@ -1,13 +1,14 @@
 """Measures what only a GPU can prove or refute, by one command of an hour at most.
 
     python tools/gpu_proof.py                  # what is not done yet, into runs/gpu_proof
-    python tools/gpu_proof.py bench trl        # these parts alone, again
+    python tools/gpu_proof.py bench worth      # these parts alone, again
+    python tools/gpu_proof.py --repeats 1      # in half of the time, without a spread
     python tools/gpu_proof.py --small          # in small on a CPU: does the command work?
 
 It calls the other tools. Its parts are the tests that need a GPU (tests), the default run
-(default), SmolLM2 (smollm2), steps of Qwen3-1.7B's shape under several methods (bench), the same
-with rollouts in NF4 (quantized) and beside TRL (trl), a step of the 8B shape (8B), and the worth
-of two methods (worth).
+(default), SmolLM2 (smollm2), steps of Qwen3-1.7B's shape under several methods and TRL (bench), the
+same with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the worth of two methods
+(worth).
 
 Each part is a process with a time limit. If one fails or takes too long, the others still run, and
 the next call repeats it. <folder>/<part>/output.txt has all that it printed. After each part
@@ -55,8 +56,8 @@ class Part(NamedTuple):
 def bench(methods: str, shape: str, flags: str = "") -> str:
     """Returns a command that measures steps."""
     return (
-        f"python tools/bench.py {methods} {{{shape}}} --output {{out}}/bench.json -- {{batch}} "
-        f"{flags}"
+        f"python tools/bench.py {methods} {{{shape}}} --repeats {{repeats}} "
+        f"--output {{out}}/bench.json -- {{batch}} {flags}"
     )
 
 
@@ -83,13 +84,16 @@ PARTS = [
     ),
     Part(
         "bench",
-        600,
-        bench(f"'{GRPO}' grpo_arca.py grpo_strace.py", "middle"),
+        1200,
+        bench(f"'{GRPO}' grpo_arca.py grpo_strace.py --trl", "middle"),
         {
+            "repeats": (3, math.inf),
             f"{GRPO}: tokens/s": (18_000, math.inf),
             "grpo_arca.py: step over the first's": (0.0, 1.2),
             "grpo_strace.py: step over the first's": (0.0, 1.03),
             "grpo_arca.py: peak GiB": (0.0, 9.0),
+            "TRL: tokens/s over the first's": (0.0, 1 / 15),
+            "TRL: step over the first's": (8.0, math.inf),
         },
     ),
     Part(
@@ -97,15 +101,6 @@ PARTS = [
         400,
         bench(f"'{GRPO}'", "middle", "--rollout_weights quantized"),
         {f"{GRPO}: tokens/s": ANY, f"{GRPO}: peak GiB": (0.0, 5.0)},
-    ),
-    Part(
-        "trl",
-        600,
-        bench(f"'{GRPO}' --trl", "middle"),
-        {
-            "TRL: tokens/s over the first's": (0.0, 1 / 15),
-            "TRL: step over the first's": (8.0, math.inf),
-        },
     ),
     Part(
         "8B",
@@ -127,8 +122,8 @@ PARTS = [
 WORDS = {
     "run": "",
     "batch": "--max_completion_length 256 --lora_r 16",
-    "middle": "--shape 1.7B --repeats 3",
-    "large": "--shape 8B --repeats 1",
+    "middle": "--shape 1.7B",
+    "large": "--shape 8B",
 }
 SMALL_BATCH = (
     "--per_device_train_batch_size 8 --gradient_accumulation_steps 1 --num_generations 4 "
@@ -137,8 +132,8 @@ SMALL_BATCH = (
 SMALL_WORDS = {
     "run": f"{SMALL_BATCH} --max_steps 2 --max_eval_samples 2 --eval_steps 0",
     "batch": SMALL_BATCH,
-    "middle": "--repeats 1 --updates 1",
-    "large": "--repeats 1 --updates 1",
+    "middle": "--updates 1",
+    "large": "--updates 1",
 }
 
 
@@ -157,7 +152,7 @@ def bench_figures(path: Path) -> dict[str, float]:
     """Returns medians over repeats, ratios within a repeat, and the highest peaks."""
     repeats = json.loads(path.read_text())["repeats"]
     first = next(iter(repeats.values()))
-    found = {}
+    found = {"repeats": float(len(first))}
     for name, own in repeats.items():
         found[f"{name}: peak GiB"] = max(row["peak GiB"] for row in own)
         for figure in ("tokens/s", "step"):
@@ -196,7 +191,7 @@ def rows_of(part: Part, folder: Path) -> list[str]:
 
 
 # ---- Doing the parts -----------------------------------------------------------------------------
-def do(part: Part, folder: Path, words: dict[str, str]) -> None:
+def do(part: Part, folder: Path, words: dict[str, Any]) -> None:
     """Runs a part, and writes how it ended into its state.json."""
     folder.mkdir(parents=True, exist_ok=True)
     command = part.command.format(out=folder, **words)
@@ -255,6 +250,7 @@ def main() -> None:
         help="to be done again",
     )
     parser.add_argument("--small", action="store_true", help="try the command on a CPU")
+    parser.add_argument("--repeats", type=int, default=3, help="of the speeds' measurement")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/gpu_proof")
     options = parser.parse_args()
     folder = options.folder.absolute()
@@ -268,7 +264,8 @@ def main() -> None:
         if part.name in options.parts or not (options.parts or is_done):
             print(f"{part.name}: up to {part.seconds} s", flush=True)
             shutil.rmtree(folder / part.name, ignore_errors=True)
-            do(part, folder / part.name, SMALL_WORDS if options.small else WORDS)
+            words = SMALL_WORDS if options.small else WORDS
+            do(part, folder / part.name, words | {"repeats": options.repeats})
             write_report(folder, results)
     print(write_report(folder, results))
 

@@ -30,7 +30,7 @@ def test_every_planned_run_has_a_folder_of_its_own():
 def finish(folder, rewards):
     """Leaves what a run of two updates does, evaluated before and after them, and at a resume."""
     folder.mkdir(parents=True)
-    environment = {"commit": "abc", "hardware": {"cpu": "Xeon"}}
+    environment = {"commit": "abc", "hardware": {"cpu": "Xeon", "gpus": []}}
     (folder / "run.json").write_text(json.dumps(RUN._asdict()))
     (folder / "config.json").write_text(json.dumps({"environment": environment}))
     (folder / "summary.json").write_text("{}")

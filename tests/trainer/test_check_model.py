@@ -226,6 +226,7 @@ def test_a_card_that_only_emulates_bf16_computes_in_float32(monkeypatch, has_bf1
 
 def test_a_launch_on_the_cpu_uses_no_gpu(monkeypatch):
     """`accelerate launch --cpu` sets this variable. Graphs of steps on a CPU would be empty."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert runpy.run_path(grpo_arca.__file__)["CUDA"]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -2,9 +2,22 @@
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from support import fixed_uniforms, problems_of, randomize_adapter, sample
 
+import grpo_arca
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(monkeypatch):
+    """All other tests are on the CPU."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    monkeypatch.setattr(grpo_arca, "CUDA", True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -12,6 +25,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def test_captured_steps_sample_what_eager_ones_do(make_run, monkeypatch, weights, dtype):
     """Also after the adapter has changed, and while completions end and tensors become smaller."""
     run = make_run(dtype=dtype, rollout_weights=weights)
+    assert run.eos_ids.is_cuda
     captures = []
     graph = torch.cuda.CUDAGraph
 
