@@ -6,9 +6,8 @@
     python tools/gpu_proof.py --small          # in small on a CPU: does the command work?
 
 It calls the other tools. Its parts are the tests that need a GPU (tests), the default run
-(default), SmolLM2 (smollm2), steps of Qwen3-1.7B's shape under several methods and TRL (bench), the
-same with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the worth of two methods
-(worth).
+(default), SmolLM2 (smollm2), steps of Qwen3-1.7B's shape under GRPO, ARCA and TRL (bench), the same
+with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the worth of two methods (worth).
 
 Each part is a process with a time limit. If one fails or takes too long, the others still run, and
 the next call repeats it. <folder>/<part>/output.txt has all that it printed. After each part
@@ -84,13 +83,12 @@ PARTS = [
     ),
     Part(
         "bench",
-        1200,
-        bench(f"'{GRPO}' grpo_arca.py grpo_strace.py --trl", "middle"),
+        900,
+        bench(f"'{GRPO}' grpo_arca.py --trl", "middle"),
         {
             "repeats": (3, math.inf),
             f"{GRPO}: tokens/s": (18_000, math.inf),
             "grpo_arca.py: step over the first's": (0.0, 1.2),
-            "grpo_strace.py: step over the first's": (0.0, 1.03),
             "grpo_arca.py: peak GiB": (0.0, 9.0),
             "TRL: tokens/s over the first's": (0.0, 1 / 15),
             "TRL: step over the first's": (8.0, math.inf),
