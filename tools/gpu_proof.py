@@ -11,9 +11,9 @@ with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the worth of 
 
 Each part is a process with a time limit. If one fails or takes too long, the others still run, and
 the next call repeats it. <folder>/<part>/output.txt has all that it printed. After each part
-results/data/gpu_proof/gpu.json and a table of results/README.md are written anew: what was
-measured, the goal, whether it holds, and the card and versions. With --small both files are in
-<folder>, and nothing is said to hold.
+results/data/gpu_proof/gpu.json and results/gpu.md are written anew: what was measured, the goal,
+whether it holds, and the card and versions. With --small both files are in <folder>, and nothing is
+said to hold.
 """
 
 import argparse
@@ -36,8 +36,6 @@ import pandas
 
 from common.metrics import environment
 
-BEGIN = "<!-- gpu_proof.py: begin -->"
-END = "<!-- gpu_proof.py: end -->"
 GRPO = "grpo_arca.py --credit uniform"
 NO_GPU = "no GPU"
 ANY = (0.0, math.inf)  # it is only to be known
@@ -216,25 +214,26 @@ def do(part: Part, folder: Path, words: dict[str, Any]) -> None:
 
 
 def state_of(folder: Path) -> dict[str, Any]:
-    """Returns how a part ended, on which machine, with which versions."""
+    """Returns how a part ended, where and with which versions; nothing if it has not run."""
     path = folder / "state.json"
-    not_run = {"status": "not run", "seconds": "", "hardware": {"gpus": []}}
-    return json.loads(path.read_text()) if path.exists() else not_run
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def write_report(folder: Path, results: Path) -> str:
-    """Writes gpu.json and the section of README.md, and returns the section."""
+    """Writes gpu.json and gpu.md, and returns the latter."""
     states = {part.name: state_of(folder / part.name) for part in PARTS}
-    lines = ["| part | figure | measured | goal | |", "|---|---|---|---|---|"]
+    missing = [name for name, state in states.items() if not state]
+    lines = ["# Measured on a GPU", "", f"Not measured yet: {', '.join(missing) or 'nothing'}.", ""]
+    lines += ["| part | figure | measured | goal | |", "|---|---|---|---|---|"]
     for part in PARTS:
-        lines += rows_of(part, folder / part.name)
-    section = "\n".join(lines)
+        if part.name not in missing:
+            lines += rows_of(part, folder / part.name)
+    page = "\n".join([*lines, "", "Written by `python tools/gpu_proof.py`, which explains it.", ""])
     data = results / "data/gpu_proof"
     data.mkdir(parents=True, exist_ok=True)
     (data / "gpu.json").write_text(json.dumps(states | {"table": lines}, indent=1) + "\n")
-    before, rest = (ROOT / "results/README.md").read_text().split(BEGIN)
-    (results / "README.md").write_text(f"{before}{BEGIN}\n{section}\n{END}{rest.split(END)[1]}")
-    return section
+    (results / "gpu.md").write_text(page)
+    return page
 
 
 def main() -> None:
@@ -258,7 +257,7 @@ def main() -> None:
     if not (options.small or environment()["hardware"]["gpus"]):
         parser.error("there is no GPU: --small tries the command in small")
     for part in PARTS:
-        is_done = state_of(folder / part.name)["status"] == "done"
+        is_done = state_of(folder / part.name).get("status") == "done"
         if part.name in options.parts or not (options.parts or is_done):
             print(f"{part.name}: up to {part.seconds} s", flush=True)
             shutil.rmtree(folder / part.name, ignore_errors=True)
