@@ -14,8 +14,8 @@ paired by seed. Without --rate, every method has GRPO's learning rate. The studi
                      it decodes greedily: 50 rollouts of 16 completions
     sharpening       chains of 8 operations, whose policy is right greedily: 80 rollouts of 16
     smollm2          SmolLM2-135M-Instruct in bfloat16 on the sums of tools/smollm2.py: 20 rollouts
-                     of 32. A CPU without bfloat16 instructions takes smollm2_float32, a GPU
-                     smollm2_gpu. Those two are evaluated at their ends only, to save time
+                     of 32. A CPU without bfloat16 instructions takes smollm2_float32, whose
+                     runs are evaluated at their two ends only, to save time
     default_command  the default flags: 45 rollouts of 128
     small_rollouts   the same with rollouts of 16, at half of the rate
 
@@ -104,7 +104,6 @@ STUDIES = {
     }),
     "smollm2": SMOLLM2._replace(flags=SMOLLM2.flags | {"dtype": "bfloat16"}),
     "smollm2_float32": SMOLLM2._replace(every=20, flags=SMOLLM2.flags | {"dtype": "float32"}),
-    "smollm2_gpu": SMOLLM2._replace(every=20, flags=SMOLLM2.flags | {"dtype": "bfloat16"}),
     "default_command": Study({1: "0.004"}, 45, 25, 128, {"dtype": "float32"}, micro_batches=4),
     "small_rollouts": Study({1: "0.002"}, 45, 25, 16, {"dtype": "float32"}),
 }  # fmt: skip
