@@ -17,7 +17,6 @@ same learning rate. The *area* is the mean height of a learning curve, the *end*
 There is no interval and no test where some of the runs did not learn: a mean would describe none.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -256,20 +255,28 @@ class Group(NamedTuple):
         return f"{np.mean(ends):.3f}" if ends else "none"
 
     def cut(self) -> str:
-        """Returns the share of updates whose gradient was cut, "?" where it was not counted."""
+        """Returns the share of updates whose gradient was cut, "?" where it was not counted.
+
+        The first runs have no such figure of their own. costs.csv has the mean of all of them.
+        """
+        mean_of_first_runs = ""
         for row in read_csv(STUDY_DATA / "costs.csv"):
             if (row["study"], int(row["updates"]), row["rate"], row["method"]) == self:
-                return f"{float(row['clipped']):.3f}"
-        return self.mean_of_updates("clipped", 3)
+                mean_of_first_runs = row["clipped"]
+        return self.mean_of_updates("clipped", 3, mean_of_first_runs)
 
     def completions(self) -> str:
         return self.mean_of_updates("completions", 0)
 
-    def mean_of_updates(self, name: str, places: int) -> str:
-        """Returns the mean of a figure of all updates, "?" where it was not counted."""
-        lines = itertools.chain.from_iterable(self.lines())
-        values = [float(line[name]) for line in lines if line.get(name)]
-        return f"{np.mean(values):.{places}f}" if values else "?"
+    def mean_of_updates(self, name: str, places: int, otherwise: str = "") -> str:
+        """Returns the mean of a figure of all updates, "?" where it was not counted.
+
+        `otherwise` counts where a line lacks the figure, if there is one.
+        """
+        lines = [line for run in self.lines() for line in run[1:]]  # the first: before training
+        values = [line.get(name) or otherwise for line in lines]
+        numbers = [float(value) for value in values if value]
+        return f"{np.mean(numbers):.{places}f}" if numbers else "?"
 
 
 @cache

@@ -68,7 +68,7 @@ def put(runs, method, curves, rate="0.002", study="sharpening", first_seed=1):
     group = Group(study, 1, rate, method)
     runs[group] = {}
     for seed, curve in enumerate(curves, first_seed):
-        runs[group][seed] = [{"sampled": str(x), "greedy": "1", "cut": "0.5"} for x in curve]
+        runs[group][seed] = [{"sampled": str(x), "greedy": "1"} for x in curve]
     return group
 
 
@@ -99,6 +99,21 @@ def test_where_a_run_failed_there_is_no_interval_and_no_test(runs):
     group = put(runs, "ARCA", CURVES - 0.4)
     assert (group.end(), group.share(), group.learned()) == ("none", "", "0 of 3")
     assert {row["p"] for row in answer.differences()} == {""}
+
+
+def test_cut_is_a_mean_over_first_runs_and_those_that_have_it_themselves(
+    runs, tmp_path, monkeypatch
+):
+    """Two runs with three trained lines each: (3 * 0.5 + 0.1 + 0.2 + 0.3) / 6 = 0.35."""
+    monkeypatch.setattr(answer, "STUDY_DATA", tmp_path)
+    group = put(runs, GRPO, CURVES[:2])
+    assert group.cut() == "?"
+    for line, share in zip(runs[group][2][1:], ("0.1", "0.2", "0.3"), strict=True):
+        line["clipped"] = share
+    assert group.cut() == "0.200"
+    header = "study,method,updates,rate,clipped\n"
+    (tmp_path / "costs.csv").write_text(header + "sharpening,GRPO,1,0.002,0.5\n")
+    assert group.cut() == "0.350"
 
 
 def test_every_row_of_every_table_has_the_headers_cells_and_one_the_rate():
