@@ -543,7 +543,7 @@ def rivals() -> Table:
 
 
 def rivals_smollm2() -> Table:
-    """The same as `smollm2` for GRPO and files of methods/, in float32."""
+    """The same as `smollm2`, in float32."""
     return smollm2("smollm2_float32")
 
 
