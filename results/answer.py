@@ -542,7 +542,7 @@ def rivals() -> Table:
     return table
 
 
-def rivals_smollm2() -> Table:
+def smollm2_float32() -> Table:
     """The same as `smollm2`, in float32."""
     return smollm2("smollm2_float32")
 
@@ -607,7 +607,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
         result, tests, wrong_policy, three_rates, sharpening, chosen_rates,
-        rollout_sizes, smollm2, worth, completions, rivals, rivals_smollm2, rivals_worth, tokens,
+        rollout_sizes, smollm2, worth, completions, rivals, smollm2_float32, rivals_worth, tokens,
     )
 }  # fmt: skip
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
