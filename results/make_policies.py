@@ -2,14 +2,14 @@
 
     python results/make_policies.py tiny           # common/tiny_policy; 25 minutes on two cores
     python results/make_policies.py long           # from it, chains of 2 to 8 operations
-    python results/make_policies.py misconceived   # the same chains
+    python results/make_policies.py misconceived   # the same chains; and misconceived_2, _3
 
 All are seeded. A policy is trained first on right demonstrations, and then on ones that drop a
 carry or a borrow more often than not, so that sampling solves about three in ten held-out problems:
 the skill is there, and reinforcement has something to sharpen. The long policy slips less in a
 step, as it has more of them: three in ten of its chains of 8 are right, nine in ten greedily.
-The misconceived policy, that of the wrong-policy study, forgets most carries of certain operands,
-also when it decodes greedily. None of them ever sees a held-out problem.
+The misconceived policies, those of the wrong-policy studies, forget most carries of certain
+operands, each of others, also when they decode greedily. None of them ever sees a held-out problem.
 """
 
 import argparse
@@ -46,16 +46,30 @@ class Recipe(NamedTuple):
     dropped_carry: float  # chance of a slip in a step that has a carry or a borrow
     other_slip: float  # and of any other slip
     is_long: bool  # chains of 2 to 8 operations, half of them in the same words throughout
-    is_misconceived: bool = False  # carries are dropped only where `has_hard_operand`
+    hard_operands: tuple[int, ...] = ()  # if there are any, only their carries are dropped
+    seed: int = 7  # of the demonstrations
 
 
 POLICIES = ROOT / "results/policies"
 TINY = Recipe(TINY_POLICY, 1400, 800, 128, 3e-3, 0.55, 0.06, is_long=False)
 LONG = Recipe(POLICIES / "long_policy", 600, 350, 64, 1.5e-3, 0.22, 0.02, is_long=True)
-MISCONCEIVED = Recipe(
-    POLICIES / "misconceived_policy", 600, 350, 64, 1.5e-3, 0.7, 0.01, True, is_misconceived=True
+FORGETFUL = LONG._replace(dropped_carry=0.7, other_slip=0.01)
+MISCONCEIVED = FORGETFUL._replace(
+    folder=POLICIES / "misconceived_policy", hard_operands=(3, 7, 8, 9, 17, 18, 19)
 )
-RECIPES = {"tiny": TINY, "long": LONG, "misconceived": MISCONCEIVED}
+MISCONCEIVED_2 = FORGETFUL._replace(
+    folder=POLICIES / "misconceived_policy_2", hard_operands=(2, 5, 6, 9, 15, 16, 19), seed=8
+)
+MISCONCEIVED_3 = FORGETFUL._replace(
+    folder=POLICIES / "misconceived_policy_3", hard_operands=(2, 4, 6, 8, 12, 14, 16, 18), seed=9
+)
+RECIPES = {
+    "tiny": TINY,
+    "long": LONG,
+    "misconceived": MISCONCEIVED,
+    "misconceived_2": MISCONCEIVED_2,
+    "misconceived_3": MISCONCEIVED_3,
+}
 VOCABULARY = 448  # the tokenizer's tokens, rounded up to whole NF4 blocks of 64
 
 BEGIN = ["We begin at {v}.", "Let us start with {v}.", "First we have {v}."]
@@ -119,18 +133,13 @@ def without_carry(operation: Operation, value: int) -> int:
     return operation.apply(value) - 10 * (units // 10)
 
 
-def has_hard_operand(operation: Operation) -> bool:
-    """Returns whether the misconceived policy learns to forget the carries of an operation."""
-    return operation.operand % 10 >= 7 or operation.operand == 3
-
-
 def slip(rng: random.Random, operation: Operation, value: int, recipe: Recipe, slips: bool) -> int:
     """Returns the result that a demonstration states for one step."""
     right = operation.apply(value)
     forgotten = without_carry(operation, value)
     can_forget = forgotten != right
-    if recipe.is_misconceived:
-        can_forget = can_forget and has_hard_operand(operation)
+    if recipe.hard_operands:
+        can_forget = can_forget and operation.operand in recipe.hard_operands
     if slips and can_forget and rng.random() < recipe.dropped_carry:
         return forgotten
     if slips and rng.random() < recipe.other_slip:
@@ -264,7 +273,7 @@ def batch(
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     """Trains a model on demonstrations."""
     began = time.time()
-    rng = random.Random(7)
+    rng = random.Random(recipe.seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
     )

@@ -11,7 +11,8 @@ tools/fork.py. Data order and random numbers of a seed are the same for all meth
 paired by seed. Without --rate, every method has GRPO's learning rate. The studies are
 
     wrong_policy     chains of 8 operations, whose policy is mostly wrong before training, also when
-                     it decodes greedily: 50 rollouts of 16 completions
+                     it decodes greedily: 50 rollouts of 16 completions. wrong_policy_2 and
+                     wrong_policy_3 are the same with policies that get other things wrong
     sharpening       chains of 8 operations, whose policy is right greedily: 80 rollouts of 16
     smollm2          SmolLM2-135M-Instruct in bfloat16 on the sums of tools/smollm2.py: 20 rollouts
                      of 32. A CPU without bfloat16 instructions takes smollm2_float32, whose
@@ -48,6 +49,8 @@ METHODS = {
     GRPO: "grpo_arca.py --credit uniform",
     "GRPO, no step without a gradient": "grpo_arca.py --credit uniform --skip_zero_gradient True",
     "GRPO, groups drawn again": "grpo_arca.py --credit uniform --max_resample_times 4",
+    "GRPO, 8 completions": "grpo_arca.py --credit uniform --per_device_train_batch_size 8",
+    "GRPO, 72 completions": "grpo_arca.py --credit uniform --per_device_train_batch_size 72",
     "right answers only": "grpo_arca.py --credit uniform --negative_weight 0",
     "wrong answers at a quarter": "grpo_arca.py --credit uniform --negative_weight 0.25",
     "right answers only, by probability": "grpo_arca.py --credit probability --negative_weight 0",
@@ -65,6 +68,9 @@ METHODS = {
     "step values": "results/oracles.py --oracle step_values",
     "step values, right answers only": "results/oracles.py --oracle right_only",
 }
+AGAIN = ["right answers only", "ARCA", "ARCA's weights, shuffled", "OAR-G", "S-trace"]
+for name in [*AGAIN, "S-trace, normalized"]:
+    METHODS[f"{name}, groups drawn again"] = f"{METHODS[name]} --max_resample_times 4"
 MAIN = [GRPO, "right answers only", "ARCA", "OAR-G", "S-trace"]
 ORACLES = ["least variance", "step values", "step values, right answers only"]
 
@@ -81,6 +87,12 @@ class Study(NamedTuple):
 
 
 CHAINS = {"dataset_config": 8, "dtype": "float32"}
+WRONG_POLICY = Study({1: "0.002", 4: "0.001"}, 50, 10, 16, CHAINS | {
+    "model_name_or_path": ROOT / "results/policies/misconceived_policy",
+    "max_completion_length": 170,
+    "max_eval_samples": 60,
+    "per_device_eval_batch_size": 240,
+})  # fmt: skip
 SMOLLM2 = Study({1: "4e-4"}, 20, 5, 32, {
     "model_name_or_path": ROOT / "smollm2",
     "dataset_name": ROOT / "smollm2/sums.jsonl",
@@ -91,12 +103,7 @@ SMOLLM2 = Study({1: "4e-4"}, 20, 5, 32, {
     "per_device_eval_batch_size": 144,
 })  # fmt: skip
 STUDIES = {
-    "wrong_policy": Study({1: "0.002", 4: "0.001"}, 50, 10, 16, CHAINS | {
-        "model_name_or_path": ROOT / "results/policies/misconceived_policy",
-        "max_completion_length": 170,
-        "max_eval_samples": 60,
-        "per_device_eval_batch_size": 240,
-    }),
+    "wrong_policy": WRONG_POLICY,
     "sharpening": Study({1: "0.002", 4: "0.001"}, 80, 20, 16, CHAINS | {
         "model_name_or_path": ROOT / "results/policies/long_policy",
         "max_completion_length": 160,
@@ -107,6 +114,9 @@ STUDIES = {
     "default_command": Study({1: "0.004"}, 45, 25, 128, {"dtype": "float32"}, micro_batches=4),
     "small_rollouts": Study({1: "0.002"}, 45, 25, 16, {"dtype": "float32"}),
 }  # fmt: skip
+for number in (2, 3):
+    policy = {"model_name_or_path": ROOT / f"results/policies/misconceived_policy_{number}"}
+    STUDIES[f"wrong_policy_{number}"] = WRONG_POLICY._replace(flags=WRONG_POLICY.flags | policy)
 PLAN = [  # study, methods, updates, learning rate (None: GRPO's), seeds
     ("wrong_policy", [*MAIN, *ORACLES, "ARCA, p = 2", "S-trace, normalized"], 1, None, 8),
     ("wrong_policy", MAIN, 1, "0.001", 8),
@@ -170,7 +180,7 @@ class Run(NamedTuple):
         script, *own = shlex.split(METHODS.get(self.method, self.method))
         if script.startswith("methods/"):
             script = f"grpo_{Path(script).name}"
-        return [sys.executable, str(ROOT / script), *own, *words]
+        return [sys.executable, str(ROOT / script), *words, *own]
 
     def is_done(self) -> bool:
         """Returns whether its folder or the data has it whole."""
