@@ -888,6 +888,147 @@ def evaluate(run: Run) -> None:
     run.bar.unpause()  # keeps the evaluation out of the time per step
 
 
+# ---- Policy: log-probabilities without ever building [B, T, V] -----------------------------------
+class Policy(nn.Module):
+    """The module that Accelerate wraps, so that DDP sees every training forward."""
+
+    def __init__(self, model: PeftModel, temperature: float):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, micro: Batch, needs_logp: bool = True) -> tuple[Tensor, Tensor]:
+        """Returns log-probs [B, T] at the sampling temperature, and hidden states [B, T, H].
+
+        The hidden states are after the final norm, at the positions that predict the tokens. Where
+        log-probs are not needed, they are NOT_SET: the head is a large part of a small model.
+        """
+        base = self.model.get_base_model()
+        attention = micro.attention.long()
+        targets = micro.ids[:, micro.prompt_width :]  # [B, T]
+
+        # The last prompt token predicts the first completion token. Those before it can be cached.
+        cached = micro.prompt_width - 1
+        cache = prompt_cache(self.model, micro.ids[:, :cached], attention[:, :cached])
+        start = 0 if cache is None else cached
+        hidden = hidden_states(  # [B, T, H]
+            base, micro.ids[:, start:-1], attention[:, :-1], cache
+        )[:, cached - start :]
+        if not needs_logp:
+            return NOT_SET, hidden
+
+        # Compute logits in chunks, and recompute them in the backward pass instead of keeping them.
+        size = max(1, LOGITS_PER_CHUNK // len(base.get_output_embeddings().weight))
+        chunks = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
+        losses = [
+            torch.utils.checkpoint.checkpoint(self.cross_entropy, *c, use_reentrant=False)
+            for c in chunks
+        ]
+        return -torch.cat(losses).view(targets.shape) * micro.mask, hidden
+
+    def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:  # [n, H], [n] -> [n]
+        logits = head_logits(self.model.get_base_model(), hidden) / self.temperature  # [n, V]
+        return F.cross_entropy(logits, targets, reduction="none")
+
+
+def prompt_cache(
+    model: PeftModel, ids: Tensor, attention: Tensor
+) -> transformers.DynamicCache | None:
+    """Returns a cache that holds the prompts [B, P], or None where a cache cannot be used.
+
+    Checkpointed layers do not accept one, and linear attention keeps a running state instead of
+    keys and values.
+    """
+    is_checkpointed = any(
+        layer.training and getattr(layer, "gradient_checkpointing", False)
+        for layer in model.modules()
+    )
+    if (
+        ids.shape[1] == 0
+        or is_checkpointed
+        or any(transformers.DynamicCache(config=model.config).is_linear)
+    ):
+        return None
+    cache = transformers.DynamicCache()
+    read_prompts(model.get_base_model(), torch.where(attention > 0, ids, -1), cache)
+    return cache
+
+
+def read_prompts(base: transformers.PreTrainedModel, prompt_ids: Tensor, cache: Any) -> Tensor:
+    """Puts prompts [B, P], in which -1 is no token, into a cache. Returns hidden states [B, P, H].
+
+    Each distinct prompt is read once, and what it leaves in the cache is copied to all its rows.
+    """
+    unique_prompts, copy_of = prompt_ids.unique(dim=0, return_inverse=True)  # [U, P], [B]
+    attention = (unique_prompts >= 0).long()
+    hidden = hidden_states(base, unique_prompts.clamp(min=0), attention, cache)
+    cache.reorder_cache(copy_of)
+    return hidden[copy_of]
+
+
+def hidden_states(
+    base: transformers.PreTrainedModel, inputs: Tensor, attention: Tensor, cache: Any = None
+) -> Tensor:
+    """Returns hidden states [B, N, H] after the final norm, for ids [B, N] or embeddings [B, N, H].
+
+    `attention` [B, P + N] includes cached tokens, and may end with columns that are still 0.
+    """
+    are_embeddings = inputs.is_floating_point()
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    return base.base_model(
+        input_ids=None if are_embeddings else inputs,
+        inputs_embeds=inputs if are_embeddings else None,
+        attention_mask=attention,
+        position_ids=positions[:, -inputs.shape[1] :],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    ).last_hidden_state
+
+
+def head_logits(base: transformers.PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Returns logits [..., V] for last hidden states [..., H], scaled as each model family does."""
+    logits = base.get_output_embeddings()(hidden).float()
+    config = base.config.get_text_config()
+    factor = (getattr(config, "logit_scale", None) or 1.0) / (  # Cohere
+        getattr(config, "logits_scaling", None) or 1.0  # Granite
+    )
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    if factor != 1:
+        logits = logits * factor
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+@contextlib.contextmanager
+def in_fp32(run: Run) -> Iterator[nn.Module]:
+    """Yields the policy as a module that computes in fp32, whatever --dtype is.
+
+    Its weights are the training forward's, to the bit: with bf16, NF4 weights become bf16 numbers
+    first, which fp32 holds exactly.
+    """
+    layers = [m for m in run.model.modules() if hasattr(m, "compute_dtype")]  # NF4
+    bf16_parameters = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
+    try:
+        for layer in layers:
+            # A backward pass computes the dense weight again, so that not all of them are kept.
+            layer.forward = functools.partial(
+                torch.utils.checkpoint.checkpoint, nf4_in_fp32, layer, use_reentrant=False
+            )
+        for parameter in bf16_parameters:
+            parameter.data = parameter.data.float()
+        yield Policy(run.model, run.args.temperature)  # run.policy would autocast to bf16
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+        for parameter in bf16_parameters:
+            parameter.data = parameter.data.bfloat16()
+
+
+def nf4_in_fp32(layer: Any, x: Tensor) -> Tensor:
+    """Returns the product of x and an NF4 layer's weight, which is first rounded to --dtype."""
+    weight = dequantize_bnb_weight(layer.weight).to(layer.compute_dtype)
+    return F.linear(x, weight.float(), layer.bias)
+
+
 # ---- Rollout: our own decode loop over a static KV cache -----------------------------------------
 def key_seed(*key: object) -> int:
     """Returns a seed that depends only on `key`, so that a checkpoint need not save generators."""
@@ -1088,147 +1229,6 @@ def dense(model: PeftModel) -> Iterator[None]:
 def adapted_forward(base_layer: nn.Module, lora_A: Tensor, lora_B: Tensor, x: Tensor) -> Tensor:
     """Returns what PEFT's layer computes, in fewer steps: a rollout on a CPU takes 10% less."""
     return base_layer.forward(x) + F.linear(F.linear(x, lora_A), lora_B)
-
-
-# ---- Policy: log-probabilities without ever building [B, T, V] -----------------------------------
-class Policy(nn.Module):
-    """The module that Accelerate wraps, so that DDP sees every training forward."""
-
-    def __init__(self, model: PeftModel, temperature: float):
-        super().__init__()
-        self.model = model
-        self.temperature = temperature
-
-    def forward(self, micro: Batch, needs_logp: bool = True) -> tuple[Tensor, Tensor]:
-        """Returns log-probs [B, T] at the sampling temperature, and hidden states [B, T, H].
-
-        The hidden states are after the final norm, at the positions that predict the tokens. Where
-        log-probs are not needed, they are NOT_SET: the head is a large part of a small model.
-        """
-        base = self.model.get_base_model()
-        attention = micro.attention.long()
-        targets = micro.ids[:, micro.prompt_width :]  # [B, T]
-
-        # The last prompt token predicts the first completion token. Those before it can be cached.
-        cached = micro.prompt_width - 1
-        cache = prompt_cache(self.model, micro.ids[:, :cached], attention[:, :cached])
-        start = 0 if cache is None else cached
-        hidden = hidden_states(  # [B, T, H]
-            base, micro.ids[:, start:-1], attention[:, :-1], cache
-        )[:, cached - start :]
-        if not needs_logp:
-            return NOT_SET, hidden
-
-        # Compute logits in chunks, and recompute them in the backward pass instead of keeping them.
-        size = max(1, LOGITS_PER_CHUNK // len(base.get_output_embeddings().weight))
-        chunks = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
-        losses = [
-            torch.utils.checkpoint.checkpoint(self.cross_entropy, *c, use_reentrant=False)
-            for c in chunks
-        ]
-        return -torch.cat(losses).view(targets.shape) * micro.mask, hidden
-
-    def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:  # [n, H], [n] -> [n]
-        logits = head_logits(self.model.get_base_model(), hidden) / self.temperature  # [n, V]
-        return F.cross_entropy(logits, targets, reduction="none")
-
-
-def prompt_cache(
-    model: PeftModel, ids: Tensor, attention: Tensor
-) -> transformers.DynamicCache | None:
-    """Returns a cache that holds the prompts [B, P], or None where a cache cannot be used.
-
-    Checkpointed layers do not accept one, and linear attention keeps a running state instead of
-    keys and values.
-    """
-    is_checkpointed = any(
-        layer.training and getattr(layer, "gradient_checkpointing", False)
-        for layer in model.modules()
-    )
-    if (
-        ids.shape[1] == 0
-        or is_checkpointed
-        or any(transformers.DynamicCache(config=model.config).is_linear)
-    ):
-        return None
-    cache = transformers.DynamicCache()
-    read_prompts(model.get_base_model(), torch.where(attention > 0, ids, -1), cache)
-    return cache
-
-
-def read_prompts(base: transformers.PreTrainedModel, prompt_ids: Tensor, cache: Any) -> Tensor:
-    """Puts prompts [B, P], in which -1 is no token, into a cache. Returns hidden states [B, P, H].
-
-    Each distinct prompt is read once, and what it leaves in the cache is copied to all its rows.
-    """
-    unique_prompts, copy_of = prompt_ids.unique(dim=0, return_inverse=True)  # [U, P], [B]
-    attention = (unique_prompts >= 0).long()
-    hidden = hidden_states(base, unique_prompts.clamp(min=0), attention, cache)
-    cache.reorder_cache(copy_of)
-    return hidden[copy_of]
-
-
-def hidden_states(
-    base: transformers.PreTrainedModel, inputs: Tensor, attention: Tensor, cache: Any = None
-) -> Tensor:
-    """Returns hidden states [B, N, H] after the final norm, for ids [B, N] or embeddings [B, N, H].
-
-    `attention` [B, P + N] includes cached tokens, and may end with columns that are still 0.
-    """
-    are_embeddings = inputs.is_floating_point()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    return base.base_model(
-        input_ids=None if are_embeddings else inputs,
-        inputs_embeds=inputs if are_embeddings else None,
-        attention_mask=attention,
-        position_ids=positions[:, -inputs.shape[1] :],
-        past_key_values=cache,
-        use_cache=cache is not None,
-    ).last_hidden_state
-
-
-def head_logits(base: transformers.PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Returns logits [..., V] for last hidden states [..., H], scaled as each model family does."""
-    logits = base.get_output_embeddings()(hidden).float()
-    config = base.config.get_text_config()
-    factor = (getattr(config, "logit_scale", None) or 1.0) / (  # Cohere
-        getattr(config, "logits_scaling", None) or 1.0  # Granite
-    )
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    if factor != 1:
-        logits = logits * factor
-    return cap * torch.tanh(logits / cap) if cap else logits
-
-
-@contextlib.contextmanager
-def in_fp32(run: Run) -> Iterator[nn.Module]:
-    """Yields the policy as a module that computes in fp32, whatever --dtype is.
-
-    Its weights are the training forward's, to the bit: with bf16, NF4 weights become bf16 numbers
-    first, which fp32 holds exactly.
-    """
-    layers = [m for m in run.model.modules() if hasattr(m, "compute_dtype")]  # NF4
-    bf16_parameters = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
-    try:
-        for layer in layers:
-            # A backward pass computes the dense weight again, so that not all of them are kept.
-            layer.forward = functools.partial(
-                torch.utils.checkpoint.checkpoint, nf4_in_fp32, layer, use_reentrant=False
-            )
-        for parameter in bf16_parameters:
-            parameter.data = parameter.data.float()
-        yield Policy(run.model, run.args.temperature)  # run.policy would autocast to bf16
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
-        for parameter in bf16_parameters:
-            parameter.data = parameter.data.bfloat16()
-
-
-def nf4_in_fp32(layer: Any, x: Tensor) -> Tensor:
-    """Returns the product of x and an NF4 layer's weight, which is first rounded to --dtype."""
-    weight = dequantize_bnb_weight(layer.weight).to(layer.compute_dtype)
-    return F.linear(x, weight.float(), layer.bias)
 
 
 # ---- Set-up: NF4 + LoRA --------------------------------------------------------------------------
