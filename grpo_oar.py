@@ -95,7 +95,7 @@ from common.metrics import (
     rollout_metrics,
     timed,
 )
-from common.report import credit_group, describe_adapter, report_run
+from common.report import credit_example, describe_adapter, report_run
 from common.reward import (
     ACCURACY,
     load_reward_funcs,
@@ -303,45 +303,44 @@ class Batch:
         """[B, T] bool: the tokens of the completions, stop tokens included."""
         return self.attention[:, self.prompt_width :]
 
+    def columns(self) -> dict[str, Any]:
+        """Returns the tensors and lists that have an entry for each completion, by name."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor | list) and value is not NOT_SET
+        }
+
     def select(self, index: Tensor) -> Batch:
-        """Returns the rows `index`, without the columns that are padding in all of them."""
-        used_columns = self.attention[index].any(0).nonzero()
-        start = int(used_columns[0])
-        end = int(used_columns[-1]) + 1
-        columns = dict.fromkeys(("ids", "attention"), slice(start, end))  # [B, P + T]
-        for name in ("sampled_logp", "entropy", "loss_mask"):  # [B, T]
-            columns[name] = slice(end - self.prompt_width)
-        part = replace(self, prompt_width=self.prompt_width - start)
-        for name, value in vars(self).items():
-            if isinstance(value, list):
-                setattr(part, name, [value[i] for i in index.tolist()])
-            elif isinstance(value, Tensor) and value is not NOT_SET:
-                setattr(part, name, value[index][..., columns.get(name, slice(None))])
-        return part
+        """Returns the completions `index`."""
+        numbers = index.tolist()
+        chosen = {
+            name: [value[i] for i in numbers] if isinstance(value, list) else value[index]
+            for name, value in self.columns().items()
+        }
+        return replace(self, **chosen)
 
     def put(self, index: Tensor, part: Batch) -> None:
-        """Replaces the rows `index` by those of a batch of the same widths."""
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor) and value is not NOT_SET:
-                value[index] = getattr(part, name)
-            elif isinstance(value, list):
-                for i, item in zip(index.tolist(), getattr(part, name), strict=True):
-                    value[i] = item
+        """Replaces the completions `index` by those of a batch of the same widths."""
+        for name, value in self.columns().items():
+            for i, item in zip(index.tolist(), getattr(part, name), strict=True):
+                value[i] = item
 
-    def completion(self, i: int) -> dict[str, Any]:
-        """Returns what is shown of a completion: its n tokens and weights, and what it earned."""
-        is_token = self.mask[i]
-        return {
-            "row": int(self.rows[i]),
-            "problem": self.problems[i],
-            "reward": self.rewards[i].item(),
-            "advantage": self.advantages[i].item(),
-            "truncated": self.truncated[i].item(),
-            "ids": self.ids[i, self.prompt_width :][is_token],
-            "weights": self.weights[i][is_token],
-            "logp": self.sampled_logp[i][is_token],
-            "entropy": self.entropy[i][is_token],
-        }
+    def trimmed(self) -> Batch:
+        """Returns a batch that is not scored yet, without columns that are padding throughout."""
+        used_columns = self.attention.any(0).nonzero()
+        start = int(used_columns[0])
+        end = int(used_columns[-1]) + 1
+        length = end - self.prompt_width
+        return replace(
+            self,
+            prompt_width=self.prompt_width - start,
+            ids=self.ids[:, start:end],
+            attention=self.attention[:, start:end],
+            sampled_logp=self.sampled_logp[:, :length],
+            entropy=self.entropy[:, :length],
+            loss_mask=self.loss_mask[:, :length],
+        )
 
 
 class Run:
@@ -817,9 +816,8 @@ def train(run: Run) -> None:
         score(run, batch, all_micros, metrics)
         # credit.html shows the rollout after each evaluation, and the last one.
         if "eval" in run.log.rows[-1] or run.step + run.updates_per_rollout >= args.max_steps:
-            shown = [micro.completion(i) for micro in all_micros for i in range(len(micro.rows))]
-            run.groups += credit_group(
-                run.tokenizer, shown, args.num_generations, run.step, args.system_prompt
+            run.groups += credit_example(
+                run.tokenizer, all_micros, args.num_generations, run.step, args.system_prompt
             )
         run.bar.set_postfix(reward=f"{metrics['reward']:.2f}")
 
@@ -874,7 +872,6 @@ def collect(run: Run, metrics: dict) -> Batch:
             if len(again) == 0:
                 break
             batch.put(again, sample_attempt(run, rows[again.cpu()], attempt, logged))
-    batch = batch.select(torch.arange(len(rows)))  # without needless columns
     metrics |= log_means(logged)
 
     # Compute the advantages over all processes. G consecutive rows are a group.
@@ -948,7 +945,7 @@ def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
             kept = rows[:1]  # DDP needs a backward pass on every process
         by_length = kept[batch.attention[kept].sum(1).argsort(stable=True)]
         parts = by_length.split(run.args.per_device_train_batch_size)
-        updates.append([batch.select(part) for part in parts])
+        updates.append([batch.select(part).trimmed() for part in parts])
     return updates
 
 

@@ -180,6 +180,33 @@ def visible(value: object) -> str:
     return text.translate({code: f"<U+{code:04X}>" for code in hidden})
 
 
+def credit_example(
+    tokenizer: PreTrainedTokenizerBase,
+    micros: list[Any],
+    group_size: int,
+    step: int,
+    system_prompt: str | None,
+) -> list[dict[str, Any]]:
+    """Returns what `credit_group` does, from the micro-batches of a scored rollout."""
+    completions = []
+    for micro in micros:
+        for i, is_token in enumerate(micro.mask):
+            completions.append(
+                {
+                    "row": int(micro.rows[i]),
+                    "problem": micro.problems[i],
+                    "reward": micro.rewards[i].item(),
+                    "advantage": micro.advantages[i].item(),
+                    "truncated": micro.truncated[i].item(),
+                    "ids": micro.ids[i, micro.prompt_width :][is_token],
+                    "weights": micro.weights[i][is_token],
+                    "logp": micro.sampled_logp[i][is_token],
+                    "entropy": micro.entropy[i][is_token],
+                }
+            )
+    return credit_group(tokenizer, completions, group_size, step, system_prompt)
+
+
 def credit_group(
     tokenizer: PreTrainedTokenizerBase,
     completions: list[dict[str, Any]],

@@ -100,7 +100,7 @@ def scored(flags: list[str], credits: list[str]) -> dict[str, list[Any]]:
         run = module.Run(module.parse_args([*flags, "--credit", credit]))
         batch = batch or sample(run, module)
         rows = torch.arange(len(batch.rows)).split(AT_ONCE)
-        parts[credit] = [batch.select(some) for some in rows]
+        parts[credit] = [batch.select(some).trimmed() for some in rows]
         module.score(run, batch, parts[credit], {})
         for part in parts[credit]:
             part.pieces = [[run.tokenizer.decode([i]) for i in ids] for ids in part.completion_ids]
