@@ -347,7 +347,6 @@ class Run:
     """The objects that training uses, and its progress, which determines the data and samples."""
 
     log: RunLog
-    bar: tqdm
 
     def __init__(self, args: Args):
         self.args = args
@@ -819,7 +818,6 @@ def train(run: Run) -> None:
             run.groups += credit_example(
                 run.tokenizer, all_micros, args.num_generations, run.step, args.system_prompt
             )
-        run.bar.set_postfix(reward=f"{metrics['reward']:.2f}")
 
         # Update the policy, unless a reward function has kept a signal to itself.
         if run.is_interrupted:
@@ -833,7 +831,6 @@ def train(run: Run) -> None:
             run.log.write({"step": run.step} | metrics)
             # The next update's row repeats the metrics of the rollout, but not its seconds.
             metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
-            run.bar.update()
         run.is_updating = False
         if run.is_interrupted:
             raise KeyboardInterrupt
@@ -1139,7 +1136,6 @@ def evaluate(run: Run) -> None:
         verdicts += zip([kind] * len(rows), numbers, batch.values.tolist(), strict=True)
     all_verdicts = gather_object(verdicts)
     run.log.write({"step": run.step, "eval": eval_metrics(["", *own_funcs], all_verdicts)})
-    run.bar.unpause()  # keeps the evaluation out of the time per step
 
 
 # ---- Policy: log-probabilities without ever building [B, T, V] -----------------------------------
@@ -1770,7 +1766,6 @@ def run_to_the_end(args: Args) -> None:
         if len(set(gather_object([run.step]))) > 1:
             fail("processes resume at different steps: put --output_dir where all can read it")
         run.log = RunLog(accelerator, asdict(args) | {"trains": run.trains}, run.step)
-        run.bar = tqdm(total=args.max_steps, initial=run.step, disable=not is_main)
 
         def interrupt(number: int, frame: object) -> None:
             """Ends the run, at once or after the updates of this rollout if they have begun."""
@@ -1800,7 +1795,7 @@ def run_to_the_end(args: Args) -> None:
             save_checkpoint(run)
             raise
         finally:
-            run.bar.close()
+            run.log.bar.close()
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook wants it
 
         accelerator.wait_for_everyone()  # nobody may leave while another process writes

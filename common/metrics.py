@@ -196,7 +196,8 @@ def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
 class RunLog:
     """The log of a run: its rows in memory, in metrics.jsonl and in a tracker.
 
-    There is one for each update and each evaluation. config.json holds the flags and what else the
+    There is one for each update and each evaluation; a bar shows how many updates there were and
+    the last reward. config.json holds the flags and what else the
     figures depend on. Of a run that is resumed, the rows up to the checkpoint are kept, here and in
     completions.jsonl. Only the main process writes.
     """
@@ -206,6 +207,11 @@ class RunLog:
         self.accelerator = accelerator
         self.config = config
         self.folder = Path(config["output_dir"])
+        self.bar = tqdm(
+            total=config["max_steps"],
+            initial=resume_step,
+            disable=not accelerator.is_main_process,
+        )
         accelerator.init_trackers(
             "grpo",
             {name: str(value) for name, value in config.items()},
@@ -235,6 +241,10 @@ class RunLog:
                 tqdm.write(f"step {row['step']:4d}, held out: {'  '.join(shown)}")
         if accuracies:
             self.choose_best()
+            self.bar.unpause()  # keeps the evaluation out of the time per step
+        else:
+            self.bar.set_postfix(reward=row.get("reward"), refresh=False)
+            self.bar.update()
         figures = {name: figure for name, figure in row.items() if name not in ("step", "eval")}
         figures |= {f"eval/{name}": accuracy for name, accuracy in accuracies.items()}
         self.accelerator.log(figures, row["step"])
