@@ -865,13 +865,13 @@ def collect(run: Run, metrics: dict) -> Batch:
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
             values = batch.values.unflatten(0, (-1, args.num_generations))
-            again = rows_without_signal(aggregated_advantages(args, values, run.reward_weights))
-            if len(again) == 0:
-                break
-            batch.put(again, sample_attempt(run, rows[again.cpu()], attempt, logged))
+            flat = rows_without_signal(aggregated_advantages(args, values, run.reward_weights))
+            if len(flat) > 0:
+                batch.put(flat, sample_attempt(run, rows[flat.cpu()], attempt, logged))
     metrics |= log_means(logged)
 
     # Compute the advantages over all processes. G consecutive rows are a group.
+    batch.rewards = weighted_sum(batch.values, run.reward_weights).float()
     order = accelerator.gather(batch.rows).argsort()
     values = accelerator.gather(batch.values)[order].unflatten(0, (-1, args.num_generations))
     advantages = aggregated_advantages(args, values, run.reward_weights)  # [prompts, G]
@@ -879,9 +879,8 @@ def collect(run: Run, metrics: dict) -> Batch:
     batch.advantages = advantages.flatten()[batch.rows]
 
     # Choose the tokens to train on.
-    batch.loss_mask = batch.mask
-    if args.mask_truncated_completions:
-        batch.loss_mask = batch.mask & ~batch.truncated[:, None]
+    is_left_out = batch.truncated & args.mask_truncated_completions  # [B]
+    batch.loss_mask = batch.mask & ~is_left_out[:, None]
     loss_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item()
     batch.update_tokens = loss_tokens / run.updates_per_iteration
 
@@ -898,25 +897,25 @@ def collect(run: Run, metrics: dict) -> Batch:
 
 
 def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
-    """Samples the given rows of the rollout, and computes their rewards.
+    """Samples the given rows of the rollout, and grades them.
 
     Each attempt has problems and uniforms of its own, which depend on nothing but the row.
     """
     args = run.args
-    again = f" attempt {attempt}" if attempt > 0 else ""
-    shuffle_seed = f"{args.seed}{again}" if args.shuffle_dataset or attempt > 0 else None
+    suffix = f" attempt {attempt}" if attempt > 0 else ""
+    order = f"{args.seed}{suffix}" if args.shuffle_dataset or attempt > 0 else None
     groups = (rows + run.rollout * run.rollout_size) // args.num_generations
-    find = functools.partial(problem_at, count=len(run.train_set), seed=shuffle_seed)
-    problems = [run.train_set[find(group)] for group in groups.tolist()]
+    count = len(run.train_set)
+    problems = [run.train_set[problem_at(group, count, order)] for group in groups.tolist()]
     uniforms = row_uniforms(
         args.seed,
-        f"rollout{again}",
+        f"rollout{suffix}",
         run.rollout,
         rows,
         args.max_completion_length,
         args.num_generations,
     )
-    batch = sample(
+    return sample(
         run,
         rows,
         problems,
@@ -925,8 +924,6 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
         run.reward_funcs,
         logged,
     )
-    batch.rewards = weighted_sum(batch.values, run.reward_weights)
-    return batch
 
 
 def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
@@ -934,13 +931,13 @@ def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
     if run.args.beta == 0:  # then a row whose advantage is 0 has no gradient
         batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
     has_gradient = batch.loss_mask.any(1)  # [B]
+    lengths = batch.attention.sum(1)  # [B]
     updates = []
-    all_rows = torch.arange(len(has_gradient), device=has_gradient.device)
-    for rows in all_rows.chunk(run.updates_per_iteration):
+    for rows in torch.arange(len(lengths)).to(lengths).chunk(run.updates_per_iteration):
         kept = rows[has_gradient[rows]]
         if len(kept) == 0:
             kept = rows[:1]  # DDP needs a backward pass on every process
-        by_length = kept[batch.attention[kept].sum(1).argsort(stable=True)]
+        by_length = kept[lengths[kept].argsort(stable=True)]
         parts = by_length.split(run.args.per_device_train_batch_size)
         updates.append([batch.select(part).trimmed() for part in parts])
     return updates
@@ -949,33 +946,32 @@ def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
 def aggregated_advantages(args: Args, values: Tensor, weights: Tensor) -> Tensor:
     """Returns advantages [prompts, G] from what F reward functions gave, [prompts, G, F]."""
     if args.multi_objective_aggregation == "sum_then_normalize":
-        return group_advantages(weighted_sum(values, weights), args.scale_rewards)
-    # GDPO (arXiv 2601.05242): each function in its group, and then their sum in the whole batch.
-    each = [group_advantages(column, "group") for column in values.unbind(-1)]
-    total = weighted_sum(torch.stack(each, -1).where(~values.isnan(), torch.nan), weights)
-    advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-    return advantages.masked_fill(total == 0, 0.0)  # that mean is 0 but for rounding
+        advantages = group_advantages(weighted_sum(values, weights), args.scale_rewards)
+    else:  # GDPO (arXiv 2601.05242): each function in its group, then their sum in the whole batch
+        each = group_advantages(values, "group").where(~values.isnan(), torch.nan)
+        total = weighted_sum(each, weights)
+        advantages = group_advantages(total.view(1, -1), "group").view_as(total)
+        advantages = advantages.masked_fill(total == 0, 0.0)  # their mean is 0 but for rounding
+    return advantages.float()
 
 
 def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
-    """Returns advantages [prompts, G]: rewards minus their group's mean, over a standard deviation.
+    """Returns advantages: rewards [prompts, G] minus their group's mean, over a deviation.
 
-    As in TRL, 1e-4 is added to the deviation. A reward is NaN if no reward function applied; it is
-    left out of every mean and deviation, and its advantage is 0.
+    As in TRL, 1e-4 is added to the standard deviation. A reward is NaN if no reward function
+    applied; it is left out of every mean and deviation, and its advantage is 0.
     """
     is_known = ~rewards.isnan()
-    rewards = rewards.where(is_known, rewards.nanmean(1, keepdim=True))
-    advantages = rewards - rewards.mean(1, keepdim=True)
+    # Where all are equal, they become 0 first: rounding of a mean must not leave an advantage.
+    shortfalls = rewards - rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)
+    advantages = (shortfalls - shortfalls.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
     if scale_rewards == "batch":
         advantages = advantages / (rewards[is_known].std() + 1e-4)
     elif scale_rewards == "group":
-        # `std` divides by G - 1, but where rewards are unknown there are fewer than G.
-        correction = ((rewards.shape[1] - 1) / (is_known.sum(1, keepdim=True) - 1)).sqrt()
-        advantages = advantages / (rewards.std(1, keepdim=True) * correction + 1e-4)
-    # Where all known rewards are equal, rounding of the mean must not leave a tiny advantage.
-    highest = rewards.where(is_known, -torch.inf).amax(1, keepdim=True)
-    is_equal = highest <= rewards.where(is_known, torch.inf).amin(1, keepdim=True)
-    return advantages.masked_fill(is_equal | ~is_known, 0.0)
+        others = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)  # G - 1, if all are known
+        variance = advantages.square().sum(1, keepdim=True) / others
+        advantages = advantages / (variance.sqrt() + 1e-4)
+    return advantages.nan_to_num(nan=0.0)  # of a batch with a single known reward
 
 
 @torch.no_grad()

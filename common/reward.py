@@ -161,8 +161,8 @@ def reward_values(
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Returns the weighted sum of F rewards [..., F], in float32; NaN where all of them are."""
-    sums = (values.nan_to_num() @ weights.to(values.device)).float()
+    """Returns the weighted sum of F rewards [..., F]; NaN where all of them are."""
+    sums = values.nan_to_num() @ weights.to(values.device)
     return sums.masked_fill(values.isnan().all(-1), torch.nan)
 
 
