@@ -49,7 +49,6 @@ import signal
 import sys
 import warnings
 import zipfile
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -707,9 +706,8 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
-        # Where a score is not finite, the loss shall not be either: then `update` takes no step.
-        is_broken = ~micro.scores.isfinite().all(1)
-        micro.advantages[is_broken] = torch.nan
+        # A score that is not finite makes a loss that is not, and then `update` takes no step.
+        micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
     metrics |= means(
@@ -733,47 +731,48 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     args = run.args
     accelerator = run.accelerator
     # Accumulate gradients. DDP synchronizes them only in the last backward pass.
-    totals: Counter = Counter()
+    total_loss = torch.zeros((), device=accelerator.device)
+    averages = []
     for micro in micros:
-        waits = micro is not micros[-1]
-        with accelerator.no_sync(run.policy) if waits else contextlib.nullcontext():
+        is_last = micro is micros[-1]
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(run.policy):
             logp = training_forward(run, micro)
             old_logp = logp.detach() if micro.old_logp is NOT_SET else micro.old_logp
             loss, clipped = policy_loss(run, micro, logp, old_logp)
             (loss * accelerator.num_processes).backward()  # DDP averages
-        gap = (old_logp - micro.sampled_logp).abs() * micro.loss_mask
-        counts = {
-            "loss": loss.detach(),
-            "gap": gap.sum(),
-            "tokens": micro.loss_mask.sum(),
-            "rows": micro.loss_mask.any(1).sum(),
-            "clipped_tokens": clipped.sum(),
-            "clipped_rows": clipped.any(1).sum(),
-        }
-        totals.update(counts)  # adds them up
+        total_loss += loss.detach()
+        averages.append(
+            {
+                "clip_fraction": (clipped, micro.loss_mask),
+                "clip_fraction_sequence": (clipped.any(1), micro.loss_mask.any(1)),
+                "sampling_gap": ((old_logp - micro.sampled_logp).abs(), micro.loss_mask),
+            }
+        )
+    total_loss = accelerator.reduce(total_loss, "sum").item()
     grad_norm = accelerator.clip_grad_norm_(
         run.policy.parameters(), args.max_grad_norm or math.inf
     ).item()
-    total = {name: value.item() for name, value in accelerator.reduce(dict(totals), "sum").items()}
 
     # Take the step, unless it would put NaN into the weights.
     learning_rate = args.learning_rate * run.schedule(run.step + 1)
     run.optimizer.param_groups[0]["lr"] = learning_rate
-    is_finite = math.isfinite(total["loss"] + grad_norm)
+    is_finite = math.isfinite(total_loss + grad_norm)
     if is_finite and (grad_norm > 0 or not args.skip_zero_gradient):
         run.optimizer.step()
     run.optimizer.zero_grad()
-    return {
-        "loss": total["loss"],
-        "grad_norm": grad_norm,
-        "clipped_gradient": float(0 < args.max_grad_norm < grad_norm),
-        "learning_rate": learning_rate,
-        "clip_fraction_sequence": total["clipped_rows"] / max(total["rows"], 1),
-        "skipped_update": float(not is_finite),
-        "clip_fraction": total["clipped_tokens"] / max(total["tokens"], 1),
-        "sampling_gap": total["gap"] / max(total["tokens"], 1),
-        "peak_memory_gb": peak_memory(accelerator.device),
-    }
+    # Where no token is trained on, there is nothing to average.
+    return (
+        dict.fromkeys(averages[0], 0.0)
+        | means(accelerator, averages)
+        | {
+            "loss": total_loss,
+            "grad_norm": grad_norm,
+            "clipped_gradient": float(0 < args.max_grad_norm < grad_norm),
+            "learning_rate": learning_rate,
+            "skipped_update": float(not is_finite),
+            "peak_memory_gb": peak_memory(accelerator.device),
+        }
+    )
 
 
 def training_forward(run: Run, micro: Batch) -> Tensor:
@@ -805,13 +804,12 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
     clipped = torch.where(advantages > 0, ratio > high, ratio < low)
     clipped = clipped & (advantages != 0) & micro.loss_mask
 
-    if args.loss_type == "grpo":
-        lengths = micro.loss_mask.sum(1, keepdim=True).clamp(min=1)
-        scale = micro.loss_mask / lengths / run.update_size
-    elif args.loss_type == "dapo":
-        scale = micro.loss_mask / max(micro.update_tokens, 1.0)
-    else:
-        scale = micro.loss_mask / (run.update_size * args.max_completion_length)
+    divisors = {
+        "grpo": run.update_size * micro.loss_mask.sum(1, keepdim=True).clamp(min=1),  # [B, 1]
+        "dapo": max(micro.update_tokens, 1.0),
+        "dr_grpo": run.update_size * args.max_completion_length,
+    }
+    scale = micro.loss_mask / divisors[args.loss_type]
     return (loss * scale).sum(), clipped
 
 
