@@ -288,9 +288,8 @@ class Batch:
 
     def select(self, index: Tensor) -> Batch:
         """Returns the completions `index`."""
-        numbers = index.tolist()
-        chosen = {
-            name: [value[i] for i in numbers] if isinstance(value, list) else value[index]
+        chosen: dict[str, Any] = {
+            name: [value[i] for i in index.tolist()] if isinstance(value, list) else value[index]
             for name, value in self.columns().items()
         }
         return replace(self, **chosen)
@@ -427,16 +426,16 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     Sets `micro.base_logp` where the base is computed anyway.
     """
     credit = run.args.credit
-    if credit == "uniform":
-        return torch.ones_like(micro.entropy)
-    if credit == "surprisal":
-        return -micro.sampled_logp
-    if credit == "probability":
-        return micro.sampled_logp.exp()
-    if credit == "entropy_reduction":
-        # H_t - H_{t+1} where that is positive. The last token has no successor and scores 0.
-        reduction = -micro.entropy.diff().clamp(max=0) * micro.mask[:, 1:]  # [B, T - 1]
-        return F.pad(reduction, (0, 1))
+    # H_t - H_{t+1} where that is positive. The last token has no successor and scores 0.
+    reduction = -micro.entropy.diff().clamp(max=0) * micro.mask[:, 1:]  # [B, T - 1]
+    of_the_rollout = {
+        "uniform": torch.ones_like(micro.entropy),
+        "surprisal": -micro.sampled_logp,
+        "probability": micro.sampled_logp.exp(),
+        "entropy_reduction": F.pad(reduction, (0, 1)),
+    }
+    if credit in of_the_rollout:
+        return of_the_rollout[credit]
 
     # arca, divergence and the controls compare the policy with its base: the same model, its
     # adapter disabled. The controls then rearrange ARCA's weights.
@@ -448,6 +447,9 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
         micro.base_logp = base_logp
     if credit == "divergence":
         return (logp - base_logp).abs()
+    adapted = [layer for layer in run.model.modules() if hasattr(layer, "base_layer")]
+    if adapted == [run.model.get_output_embeddings()]:
+        fail(f"--credit {credit} sees hidden states, which an adapter of the head never moves")
     return torch.linalg.vector_norm(hidden - base_hidden, dim=-1)
 
 
@@ -468,15 +470,14 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     """Turns the scores of a rollout into weights."""
     args = run.args
     for micro in micros:
-        weights = normalize(micro.scores, micro.mask, args.sharpening)
+        micro.weights = normalize(micro.scores, micro.mask, args.sharpening)
         if args.credit in ("random", "shuffled"):
             length = micro.mask.shape[1]
             uniforms = row_uniforms(
                 args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
             )
-            weights = control_weights(args.credit, weights, micro.mask, uniforms)
-        micro.credit = weights
-        micro.weights = weights
+            micro.weights = control_weights(args.credit, micro.weights, micro.mask, uniforms)
+        micro.credit = micro.weights
 
 
 def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:

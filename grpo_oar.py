@@ -312,9 +312,8 @@ class Batch:
 
     def select(self, index: Tensor) -> Batch:
         """Returns the completions `index`."""
-        numbers = index.tolist()
-        chosen = {
-            name: [value[i] for i in numbers] if isinstance(value, list) else value[index]
+        chosen: dict[str, Any] = {
+            name: [value[i] for i in index.tolist()] if isinstance(value, list) else value[index]
             for name, value in self.columns().items()
         }
         return replace(self, **chosen)
