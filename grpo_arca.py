@@ -66,6 +66,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers.cache_utils import StaticLayer
 
 from common.data import (
     check_base,
@@ -97,8 +98,7 @@ from common.task import Problem
 
 SCRIPT = Path(__file__).resolve()
 CUDA = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-STOP_CHECK_INTERVAL = 8  # tokens between checks for ended completions; a check waits for the GPU
-SHRINK_AT = 0.75  # share of unfinished rows at which dropping the others is worth the copying
+SEGMENT = 64 if CUDA else 16  # tokens after which completions that have ended are dropped
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
@@ -1024,13 +1024,13 @@ def sample_tokens(
     if temperature == 0:
         return logp.argmax(-1), logp.amax(-1), entropy
 
-    kept_logp = logp
-    if top_p != 1:  # leaves less than 1 in total
-        kept_logp = transformers.TopPLogitsWarper(top_p)(None, logp)
+    # What top_p leaves has a total mass below 1.
+    kept_logp = logp if top_p == 1 else transformers.TopPLogitsWarper(top_p)(None, logp)
 
     # Find the first token whose cumulative probability exceeds the uniform's share of the total. A
     # uniform is at most 1 - 2^-24, so that is less than the total: no impossible token is picked.
-    cdf = kept_logp.exp().cumsum(-1)
+    # In fp32 the sums would lose what the last of many tokens add.
+    cdf = kept_logp.exp().cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)  # [B, 1]
     token = token.clamp(max=logits.shape[1] - 1)  # for NaN logits
     return token.squeeze(1), logp.gather(1, token).squeeze(1), entropy
@@ -1044,54 +1044,59 @@ def decode(run: Run, prompt_ids: Tensor, uniforms: Tensor, is_greedy: bool) -> t
     """
     base = run.model.get_base_model()
     temperature = 0.0 if is_greedy else run.args.temperature
-    begin = prompt_ids.shape[1]
-    ids = F.pad(prompt_ids, (0, uniforms.shape[1]), value=-1)
+    length = uniforms.shape[1]  # T
+    begin = prompt_ids.shape[1]  # column of the first token
+    first = int((prompt_ids >= 0).any(0).nonzero()[0])  # column that is not padding in all rows
+    ids = F.pad(prompt_ids, (0, length), value=-1)  # [B, P + T]
     logp = torch.zeros(ids.shape, device=ids.device)
     entropy = torch.zeros_like(logp)
     rows = torch.arange(len(ids), device=ids.device)  # [n] of completions that are sampled on
-    mask = (ids >= 0).long()  # [n, P + T] attention
     column = torch.tensor([begin], device=ids.device)  # [1] of the next token
-    cache = transformers.StaticCache(config=base.config, max_cache_len=ids.shape[1])
+    cache = transformers.StaticCache(config=base.config, max_cache_len=begin - first)
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:  # such a layer tracks its position on the host, unseen by a graph
-            cache.layers[i] = transformers.cache_utils.StaticLayer(ids.shape[1])
+            cache.layers[i] = StaticLayer(begin - first)
 
-    def emit(hidden: Tensor) -> None:  # samples the tokens of the column from [n, H]
-        logits = head_logits(base, hidden)
+    def emit(rows: Tensor, hidden: Tensor) -> None:
+        """Samples the tokens of the column, from hidden states [n, H]."""
         at = (rows, column)
         ids[at], logp[at], entropy[at] = sample_tokens(
-            logits, uniforms[rows, column - begin], temperature, run.args.top_p
+            head_logits(base, hidden), uniforms[rows, column - begin], temperature, run.args.top_p
         )
-        mask.index_fill_(1, column, 1)
 
-    def step() -> None:  # reads the tokens of the column, and samples those of the next one
-        hidden = hidden_states(base, ids[rows, column, None], mask, cache)
+    def step(rows: Tensor, end: int) -> None:
+        """Reads the tokens of the column, and samples those of the next one."""
+        attention = (ids[rows, first:end] >= 0).long()  # [n, tokens that the cache has room for]
+        hidden = hidden_states(base, ids[rows, column, None], attention, cache)
         column.add_(1)
-        emit(hidden[:, -1])
+        emit(rows, hidden[:, -1])
 
-    emit(read_prompts(base, prompt_ids, cache)[:, -1])
-    advance = step
-    steps_on_these_tensors = 0
-    for t in range(1, uniforms.shape[1]):
-        if t % STOP_CHECK_INTERVAL == 0:
-            is_unfinished = ~torch.isin(ids[rows, begin:], run.eos_ids).any(1)  # [n]
-            if not is_unfinished.any():
-                break
-            if is_unfinished.sum() <= SHRINK_AT * len(rows):  # go on in smaller tensors
-                rows = rows[is_unfinished]
-                mask = mask[is_unfinished]
-                cache.reorder_cache(is_unfinished.nonzero().squeeze(1))
-                advance = step
-                steps_on_these_tensors = 0
-        if CUDA and run.args.cuda_graphs and steps_on_these_tensors == 1:  # the first warms up
-            # A step always uses the same tensors, and the host looks at none of them, so it can be
-            # replayed. thread_local, because NCCL's own thread may use the GPU meanwhile.
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                step()
-            advance = graph.replay
-        advance()
-        steps_on_these_tensors += 1
+    emit(rows, read_prompts(base, prompt_ids[:, first:], cache)[:, -1])
+    for start in range(1, length, SEGMENT):
+        # Drop the completions that have ended, and make room for a segment of the others.
+        is_unfinished = ~torch.isin(ids[rows, begin:], run.eos_ids).any(1)  # [n]
+        if not is_unfinished.any():
+            break
+        rows = rows[is_unfinished]
+        room = min(SEGMENT, length - start)
+        cache.reorder_cache(is_unfinished.nonzero().squeeze(1))
+        for layer in cache.layers:
+            if isinstance(layer, StaticLayer):  # linear attention has a state of fixed size
+                layer.keys = F.pad(layer.keys, (0, 0, 0, room))
+                layer.values = F.pad(layer.values, (0, 0, 0, room))
+                layer.max_cache_len += room
+
+        # The steps of a segment use the same tensors, and the host looks at none of them, so on a
+        # GPU the second is recorded and replayed. The first warms up.
+        advance = functools.partial(step, rows, begin + start - 1 + room)
+        for i in range(room):
+            if i == 1 and CUDA and run.args.cuda_graphs:
+                graph = torch.cuda.CUDAGraph()
+                # thread_local, because NCCL's own thread may use the GPU meanwhile.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    advance()
+                advance = graph.replay
+            advance()
     return ids, logp[:, begin:], entropy[:, begin:]
 
 
@@ -1113,36 +1118,34 @@ def sample(
 
     `batch_size` completions are sampled at a time; 0: all. Each depends on its own row of the
     uniforms, so the parts change no sample. The widths of the batch are those of the longest prompt
-    of all and of T. Masks come from lengths, never from token ids: the pad token may also be a stop
-    token.
+    of all problems and of T. Masks come from lengths, never from token ids: the pad token may also
+    be a stop token.
     """
     run.policy.eval()
-    device = run.eos_ids.device
+    device = run.accelerator.device
+    prompts = nn.utils.rnn.pad_sequence(
+        [torch.tensor(problem.prompt_ids) for problem in problems], True, -1, "left"
+    )
+    width = max(run.prompt_width, prompts.shape[1])  # P
+    prompts = F.pad(prompts, (width - prompts.shape[1], 0), value=-1).to(device)
     size = batch_size or len(rows)
-    starts = range(0, len(rows), size)
-    parts = []
+    parts = list(zip(prompts.split(size), uniforms.to(device).split(size), strict=True))
+    is_quiet = len(parts) == 1 or not run.accelerator.is_main_process
     weights = dense(run.model) if run.args.rollout_weights == "dense" else contextlib.nullcontext()
     with weights, run.accelerator.autocast():
-        for start in tqdm(
-            starts, leave=False, disable=len(starts) == 1 or not run.accelerator.is_main_process
-        ):
-            tensors = [torch.tensor(p.prompt_ids, device=device) for p in problems[start:][:size]]
-            prompts = nn.utils.rnn.pad_sequence(
-                tensors, True, padding_value=-1, padding_side="left"
-            )
-            ids, logp, entropy = decode(run, prompts, uniforms[start:][:size].to(device), is_greedy)
-            ids = F.pad(ids, (run.prompt_width - prompts.shape[1], 0), value=-1)
-            parts.append((ids, logp, entropy))
-    ids, logp, entropy = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        decoded = [
+            decode(run, *part, is_greedy) for part in tqdm(parts, leave=False, disable=is_quiet)
+        ]
+    ids, logp, entropy = (torch.cat(tensors) for tensors in zip(*decoded, strict=True))
 
     # A completion ends with its first stop token. Everything after that is padding.
-    is_stop = torch.isin(ids[:, run.prompt_width :], run.eos_ids).int()  # [B, T]
+    is_stop = torch.isin(ids[:, width:], run.eos_ids).int()  # [B, T]
     is_completion = is_stop.cumsum(1) - is_stop == 0  # no stop token before this one
-    attention = torch.cat((ids[:, : run.prompt_width] >= 0, is_completion), 1)  # [B, P + T]
+    attention = torch.cat((prompts >= 0, is_completion), 1)  # [B, P + T]
     ids = torch.where(attention, ids, run.tokenizer.pad_token_id)
     completion_ids = [
         tokens[is_token].tolist()
-        for tokens, is_token in zip(ids[:, run.prompt_width :], is_completion, strict=True)
+        for tokens, is_token in zip(ids[:, width:], is_completion, strict=True)
     ]
     texts = [
         reply_text(run.tokenizer, problem.prompt, tokens, run.eos_ids.tolist())
@@ -1150,7 +1153,7 @@ def sample(
     ]
     return Batch(
         rows=rows.to(device),
-        prompt_width=run.prompt_width,
+        prompt_width=width,
         ids=ids,
         attention=attention,
         truncated=~is_stop.any(1),
