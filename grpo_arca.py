@@ -49,7 +49,7 @@ import signal
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -1053,31 +1053,30 @@ def decode(run: Run, prompt_ids: Tensor, uniforms: Tensor, is_greedy: bool) -> t
     rows = torch.arange(len(ids), device=ids.device)  # [n] of completions that are sampled on
     column = torch.tensor([begin], device=ids.device)  # [1] of the next token
     cache = transformers.StaticCache(config=base.config, max_cache_len=begin - first)
-    for i, is_sliding in enumerate(cache.is_sliding):
-        if is_sliding:  # such a layer tracks its position on the host, unseen by a graph
-            cache.layers[i] = StaticLayer(begin - first)
+    # A layer with a window tracks its position on the host, unseen by a graph.
+    cache.layers = [
+        StaticLayer(begin - first) if is_sliding else layer
+        for layer, is_sliding in zip(cache.layers, cache.is_sliding, strict=True)
+    ]
 
-    def emit(rows: Tensor, hidden: Tensor) -> None:
-        """Samples the tokens of the column, from hidden states [n, H]."""
+    def step(rows: Tensor, hidden: Tensor, end: int) -> None:
+        """Samples the tokens of the column from hidden states [n, H], and reads them."""
         at = (rows, column)
         ids[at], logp[at], entropy[at] = sample_tokens(
             head_logits(base, hidden), uniforms[rows, column - begin], temperature, run.args.top_p
         )
-
-    def step(rows: Tensor, end: int) -> None:
-        """Reads the tokens of the column, and samples those of the next one."""
         attention = (ids[rows, first:end] >= 0).long()  # [n, tokens that the cache has room for]
-        hidden = hidden_states(base, ids[rows, column, None], attention, cache)
+        hidden.copy_(hidden_states(base, ids[rows, column, None], attention, cache)[:, -1])
         column.add_(1)
-        emit(rows, hidden[:, -1])
 
-    emit(rows, read_prompts(base, prompt_ids[:, first:], cache)[:, -1])
-    for start in range(1, length, SEGMENT):
+    hidden = read_prompts(base, prompt_ids[:, first:], cache)[:, -1]  # [n, H]
+    for start in range(0, length, SEGMENT):
         # Drop the completions that have ended, and make room for a segment of the others.
         is_unfinished = ~torch.isin(ids[rows, begin:], run.eos_ids).any(1)  # [n]
         if not is_unfinished.any():
             break
         rows = rows[is_unfinished]
+        hidden = hidden[is_unfinished]
         room = min(SEGMENT, length - start)
         cache.reorder_cache(is_unfinished.nonzero().squeeze(1))
         for layer in cache.layers:
@@ -1088,7 +1087,7 @@ def decode(run: Run, prompt_ids: Tensor, uniforms: Tensor, is_greedy: bool) -> t
 
         # The steps of a segment use the same tensors, and the host looks at none of them, so on a
         # GPU the second is recorded and replayed. The first warms up.
-        advance = functools.partial(step, rows, begin + start - 1 + room)
+        advance: Callable = functools.partial(step, rows, hidden, begin + start + room)
         for i in range(room):
             if i == 1 and CUDA and run.args.cuda_graphs:
                 graph = torch.cuda.CUDAGraph()
@@ -1134,7 +1133,8 @@ def sample(
     weights = dense(run.model) if run.args.rollout_weights == "dense" else contextlib.nullcontext()
     with weights, run.accelerator.autocast():
         decoded = [
-            decode(run, *part, is_greedy) for part in tqdm(parts, leave=False, disable=is_quiet)
+            decode(run, some_prompts, some_uniforms, is_greedy)
+            for some_prompts, some_uniforms in tqdm(parts, leave=False, disable=is_quiet)
         ]
     ids, logp, entropy = (torch.cat(tensors) for tensors in zip(*decoded, strict=True))
 
