@@ -52,7 +52,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 # On import bitsandbytes warns about a kernel that is not used here.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -69,6 +69,7 @@ from tqdm import tqdm
 from transformers.cache_utils import StaticLayer
 
 from common.data import (
+    check_adapter,
     check_base,
     encode_problems,
     load_problems,
@@ -85,7 +86,7 @@ from common.metrics import (
     rollout_metrics,
     timed,
 )
-from common.report import credit_example, describe_adapter, report_run
+from common.report import adapter_flags, credit_example, describe_adapter, report_run
 from common.reward import (
     ACCURACY,
     load_reward_funcs,
@@ -103,6 +104,9 @@ LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
+Positive = Annotated[int, 1, 1e18]  # with the lowest and the highest value; of others 0 and 1e18
+
+
 def flag(default: Any, help: str) -> Any:
     """Declares a flag by its default and its help text."""
     if isinstance(default, list):
@@ -125,8 +129,8 @@ class Args:
         None, "precision of all but NF4 weights; default: bfloat16 on a GPU that has it, or float32"
     )
     lora_r: int = flag(32, "rank of a new adapter")
-    lora_alpha: int = flag(32, "a new adapter is scaled by lora_alpha / lora_r")
-    lora_dropout: float = flag(0.0, "dropout before the adapter in training")
+    lora_alpha: Positive = flag(32, "a new adapter is scaled by lora_alpha / lora_r")
+    lora_dropout: Annotated[float, 0, 0.99] = flag(0.0, "dropout before the adapter in training")
     lora_target_modules: list[str] = flag(["all-linear"], "linear layers that get a new adapter")
     # data and reward
     dataset_name: str = flag("chain_arithmetic", "embedded, Hub id, or .jsonl/.json/.csv/.parquet")
@@ -142,10 +146,14 @@ class Args:
     reward_funcs: list[str] = flag(["accuracy_reward"], "this, or module.function of your own")
     reward_weights: list[float] | None = flag(None, "weight of each reward function; default 1")
     # rollout
-    num_generations: int = flag(8, "completions per prompt: the group size G")
-    max_completion_length: int = flag(512, "longest completion in tokens")
-    temperature: float = flag(1.0, "sampling temperature, also of trained log-probs")
-    top_p: float = flag(1.0, "sample from the smallest set of this mass; 1: off")
+    num_generations: Annotated[int, 2, 1e18] = flag(8, "completions per prompt: the group size G")
+    max_completion_length: Positive = flag(512, "longest completion in tokens")
+    temperature: Annotated[float, 1e-4, 1e18] = flag(
+        1.0, "sampling temperature, also of trained log-probs"
+    )
+    top_p: Annotated[float, 1e-4, 1] = flag(
+        1.0, "sample from the smallest set of this mass; 1: off"
+    )
     max_resample_times: int = flag(
         0, "replace a group with equal rewards by one of another problem, at most this often"
     )
@@ -155,10 +163,10 @@ class Args:
     )
     cuda_graphs: bool = flag(True, "record sampling on a GPU; False: for a model that refuses it")
     # batch: prompts per rollout = batch size * steps_per_generation * processes / num_generations
-    per_device_train_batch_size: int = flag(8, "completions in a micro-batch")
-    gradient_accumulation_steps: int = flag(4, "micro-batches per update")
+    per_device_train_batch_size: Positive = flag(8, "completions in a micro-batch")
+    gradient_accumulation_steps: Positive = flag(4, "micro-batches per update")
     steps_per_generation: int = flag(0, "micro-batches per rollout; 0: those of one update")
-    num_iterations: int = flag(1, "times that each rollout is trained on (mu)")
+    num_iterations: Positive = flag(1, "times that each rollout is trained on (mu)")
     gradient_checkpointing: bool = flag(True, "recompute: less memory, but slower")
     # objective
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag(
@@ -197,15 +205,17 @@ class Args:
     seed: int = flag(1, "seed of adapter, data order and samples")
     # evaluation and output
     eval_steps: int = flag(25, "updates between evaluations; 0: first and last")
-    max_eval_samples: int = flag(200, "held-out problems")
-    num_generations_eval: int = flag(4, "samples per held-out problem")
+    max_eval_samples: Positive = flag(200, "held-out problems")
+    num_generations_eval: Positive = flag(4, "samples per held-out problem")
     per_device_eval_batch_size: int = flag(32, "completions sampled at once")
     metric_for_best_model: str | None = flag(
         None, "figure of an evaluation; default: sampled_accuracy, or the first reward function's"
     )
     output_dir: str = flag("", "default: runs/<script>-<credit>-<seed>")
     save_steps: int = flag(50, "updates between checkpoints; 0 is off")
-    save_total_limit: int | None = flag(None, "keep this many checkpoints, and the best")
+    save_total_limit: Annotated[int | None, 1, 1e18] = flag(
+        None, "keep this many checkpoints, and the best"
+    )
     resume_from_checkpoint: Literal["latest"] | None = flag(None, "go on from the newest, if any")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "tracker")
 
@@ -222,23 +232,6 @@ EMBEDDED_DEFAULTS = {  # used instead for a policy whose config.json says "embed
     "per_device_eval_batch_size": 200,
     "save_steps": 25,
 }
-# The lowest value of flags that cannot be 0, of any script. No number may be below 0.
-LOWEST = {
-    "lora_alpha": 1,
-    "num_generations": 2,
-    "max_completion_length": 1,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "num_iterations": 1,
-    "max_eval_samples": 1,
-    "num_generations_eval": 1,
-    "save_total_limit": 1,
-    "temperature": 1e-4,
-    "top_p": 1e-4,
-    "oar_noise_std": 1e-9,
-}
-# The highest value of flags, of any script. No number may be above 1e18.
-HIGHEST = {"lora_dropout": 0.99, "oar_floor": 1, "trace_lambda": 1}
 
 
 # ---- What the steps of the loop share ------------------------------------------------------------
@@ -1248,35 +1241,9 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
             ),
             revision=args.model_revision,
         )
-        # PEFT leaves out names that it does not find.
-        layers = "".join(f".{layer} " for layer in model.base_model.targeted_module_names)
-        if names != ["all-linear"] and not all(f".{name} " in layers for name in names):
-            fail(f"not all of --lora_target_modules {names} are layers of {name}")
     else:
-        # PEFT would leave layers that an adapter has no weights for as they are when new.
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        model = PeftModel.from_pretrained(
-            base, str(Path(args.start_adapter).resolve(strict=True)), is_trainable=True
-        )
-        trained = model.peft_config["default"]
-        for setting in ("r", "lora_alpha", "lora_dropout", "target_modules"):
-            value = getattr(trained, setting)
-            setattr(
-                args,
-                f"lora_{setting.removeprefix('lora_')}",
-                sorted(value) if isinstance(value, set) else value,
-            )
-        if (
-            trained.bias != "none"
-            or trained.lora_bias
-            or any(getattr(layer, "lora_variant", None) for layer in model.modules())
-        ):
-            fail(f"{args.start_adapter} trains biases, or is a variant of LoRA such as DoRA")
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if text_config.tie_word_embeddings and any(hasattr(layer, "base_layer") for layer in ends):
-        fail(f"{name} has one matrix for input and output: leave both out of the adapter's layers")
-    if any(p.dtype != torch.float32 for p in trained_parameters(model).values()):
-        fail(f"this adapter trains whole modules, and {args.dtype} rounds: set --dtype float32")
+        model = PeftModel.from_pretrained(base, args.start_adapter, is_trainable=True)
+    check_adapter(model, names, args.start_adapter)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -1431,15 +1398,16 @@ def parse_args(argv: list[str] | None = None) -> Args:
     config = Path(args.model_name_or_path, "config.json")
     if config.exists() and "embedded_policy" in config.read_text(encoding="utf-8"):
         parser.set_defaults(**EMBEDDED_DEFAULTS)
-        (args,) = parser.parse_args_into_dataclasses(argv)
-    for name, value in vars(args).items():
-        if isinstance(value, int | float) and not (
-            LOWEST.get(name, 0) <= value <= HIGHEST.get(name, 1e18)
-        ):
-            fail(
-                f"--{name} {value} must be between {LOWEST.get(name, 0)} and "
-                f"{HIGHEST.get(name, 1e18)}"
-            )
+    of_adapter = adapter_flags(args.start_adapter)
+    parser.set_defaults(**of_adapter)
+    (args,) = parser.parse_args_into_dataclasses(argv)
+    if not of_adapter.items() <= vars(args).items():
+        fail(f"--start_adapter {args.start_adapter} is one of {of_adapter}: leave these flags out")
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        low, high = getattr(hint, "__metadata__", (0, 1e18))
+        value = getattr(args, name)
+        if isinstance(value, int | float) and not low <= value <= high:
+            fail(f"--{name} {value} must be between {low} and {high}")
     if args.report_to != "none":
         __import__(args.report_to)  # Accelerate would leave out what it cannot import
 

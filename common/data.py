@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pyarrow
 import torch
+from peft import PeftModel
 from pyarrow import parquet
 from transformers import (
     AutoConfig,
@@ -381,7 +382,7 @@ def encode_problems(
     return train, held_out
 
 
-# ---- The files of the base model ----------------------------------------------------------------
+# ---- The files of the base model and of its adapter ---------------------------------------------
 def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | None) -> None:
     """Raises ValueError if a model would train that is not the one in its files.
 
@@ -412,3 +413,32 @@ def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | 
         raise ValueError(
             f"{name} has weights (experts?) that 4 bits leave out: set --load_in_4bit False"
         )
+
+
+def check_adapter(model: PeftModel, targets: list[str], folder: str | None) -> None:
+    """Raises ValueError if an adapter would not train as its flags or its files say.
+
+    `targets` are the layers that a new adapter is for; `folder` is the one of a start adapter.
+    """
+    if folder is None:
+        # PEFT leaves out names that it does not find.
+        layers = "".join(f".{layer} " for layer in model.base_model.targeted_module_names)
+        if targets != ["all-linear"] and not all(f".{name} " in layers for name in targets):
+            raise ValueError(f"not all of --lora_target_modules {targets} are layers of the model")
+    else:
+        # PEFT loads what fits. It says what does not where the same weights are loaded again.
+        loaded = model.load_adapter(folder, "default", is_trainable=True)
+        if loaded.missing_keys or loaded.unexpected_keys:
+            raise ValueError(f"{folder} has weights that the model lacks, or lacks some: {loaded}")
+    config = model.peft_config["default"]
+    is_variant = any(getattr(layer, "lora_variant", None) for layer in model.modules())
+    if config.bias != "none" or config.lora_bias or is_variant:
+        raise ValueError(f"{folder} trains biases, or is a variant of LoRA such as DoRA")
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    is_tied = model.config.get_text_config().tie_word_embeddings
+    if is_tied and any(hasattr(layer, "base_layer") for layer in ends):
+        raise ValueError("the model has one matrix for input and output: leave both out of the "
+                         "adapter's layers")  # fmt: skip
+    if any(p.dtype != torch.float32 for p in model.parameters() if p.requires_grad):
+        raise ValueError("this adapter trains whole modules, which --dtype rounds: set --dtype "
+                         "float32")  # fmt: skip

@@ -82,6 +82,20 @@ def describe_adapter(model: PeftModel) -> str:
     )
 
 
+def adapter_flags(folder: str | None) -> dict[str, Any]:
+    """Returns the flags that the adapter in a folder decides; none where there is no folder."""
+    if folder is None:
+        return {}
+    config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
+    targets = config["target_modules"]  # names, or a pattern
+    return {
+        "lora_r": config["r"],
+        "lora_alpha": config["lora_alpha"],
+        "lora_dropout": config["lora_dropout"],
+        "lora_target_modules": sorted(targets) if isinstance(targets, list) else targets,
+    }
+
+
 def summary_table(summary: dict[str, Any], metric: str) -> str:
     """Returns the first and the last evaluation as a text table, and the best one.
 

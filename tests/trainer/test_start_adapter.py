@@ -55,7 +55,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_policy_and_its_reference_are_the_adapter(start, tmp_path, variant):
     folder = make_adapter(tmp_path / "start", **VARIANTS[variant])
-    run = start(folder, load_in_4bit=False, dtype="float32", beta=0.1, credit="arca", lora_r=7)
+    run = start(folder, load_in_4bit=False, dtype="float32", beta=0.1, credit="arca", lora_r=4)
     saved = load_file(Path(folder, WEIGHTS))
     ours = grpo_arca.trained_parameters(run.model)
     assert {name.replace(".default", "") for name in ours} == saved.keys()
@@ -150,8 +150,26 @@ def test_missing_weights_are_refused(start, adapter, tmp_path):
     weights = load_file(folder / WEIGHTS)
     weights.pop(sorted(weights)[0])
     save_file(weights, folder / WEIGHTS)
-    with pytest.raises(UserWarning, match="Found missing adapter keys"):
-        start(folder)
+    sentence = refusal(lambda: start(folder))
+    assert f"{folder} has weights that the model lacks, or lacks some" in sentence
+
+
+def test_weights_of_layers_that_the_base_lacks_are_refused(start, adapter, tmp_path):
+    """PEFT leaves them out."""
+    folder = shutil.copytree(adapter, tmp_path / "start")
+    weights = load_file(folder / WEIGHTS)
+    name = sorted(weights)[0]
+    weights[name.replace("layers.0", "layers.99")] = weights[name].clone()
+    save_file(weights, folder / WEIGHTS)
+    assert "has weights that the model lacks" in refusal(lambda: start(folder))
+
+
+@pytest.mark.parametrize(
+    "flags", [{"lora_r": 8}, {"lora_alpha": 13}, {"lora_target_modules": ["q_proj"]}]
+)
+def test_flags_that_contradict_the_adapter_are_refused(start, adapter, flags):
+    """Also where they name the default of a new adapter."""
+    assert "leave these flags out" in refusal(lambda: start(adapter, **flags))
 
 
 @pytest.mark.parametrize("name", ["chat_template", "eos_token"])
