@@ -387,10 +387,11 @@ class Run:
         self.policy, self.optimizer = self.accelerator.prepare(
             Policy(self.model, args.temperature), optimizer
         )
-        # What beta pulls towards: the policy before training.
+        # What beta keeps the policy near: the policy before training.
         self.start_weights = {n: p.clone() for n, p in trained_parameters(self.policy).items()}
 
         # The progress.
+        self.adapter = trained_parameters(self.model)  # a disabled adapter would seem untrained
         self.trains = describe_adapter(self.model)
         self.identity = identity_of(self)
         self.step = 0  # updates so far
@@ -1323,15 +1324,17 @@ def save_checkpoint(run: Run) -> None:
     """Saves <output_dir>/checkpoint-<step>, and deletes the oldest beyond --save_total_limit.
 
     The one whose evaluation was the best is kept and not counted. Only the main process saves, and
-    nobody waits for it.
+    nobody waits for it. Between two updates on a rollout nothing is saved: a resumed run would
+    sample it again, by another policy, for the second.
     """
     folder = Path(run.args.output_dir, f"checkpoint-{run.step}")
-    if run.step == 0 or folder.exists() or not run.accelerator.is_main_process:
+    is_midway = run.step % run.updates_per_rollout > 0 and run.step < run.args.max_steps
+    if run.step == 0 or is_midway or folder.exists() or not run.accelerator.is_main_process:
         return
     state = {
         "step": run.step,
         "groups": run.groups,
-        "adapter": trained_parameters(run.model),
+        "adapter": run.adapter,
         "optimizer": run.optimizer.state_dict()["state"],
         "identity": run.identity,
         "flags": asdict(run.args),
@@ -1354,9 +1357,11 @@ def resume(run: Run) -> None:
     """Restores the newest checkpoint in --output_dir, if --resume_from_checkpoint is given."""
     args = run.args
     existing = checkpoints(args.output_dir)
-    # Never mix two runs in a folder, and never replace one that has ended without a checkpoint.
+    newest = int(existing[-1].name.removeprefix("checkpoint-")) if existing else -1
+    # Never mix two runs in a folder, and never make again what led to the end of one.
     has_begun = existing != [] or Path(args.output_dir, "metrics.jsonl").exists()
-    has_ended = existing == [] and Path(args.output_dir, "summary.json").exists()
+    summary = Path(args.output_dir, "summary.json")
+    has_ended = summary.exists() and newest < json.loads(summary.read_text())["steps"]
     if has_ended or (has_begun and args.resume_from_checkpoint is None):
         fail(
             f"{args.output_dir} holds a run: change --output_dir, or go on from its newest "
@@ -1364,10 +1369,11 @@ def resume(run: Run) -> None:
         )
     if not existing:
         return
-    if zipfile.ZipFile(existing[-1] / "state.pt").testzip() is not None:  # torch.load looks not
+    if zipfile.ZipFile(existing[-1] / "state.pt").testzip() is not None:  # torch.load tests nothing
         fail(f"{existing[-1]} is damaged: delete it")
     state = torch.load(existing[-1] / "state.pt", map_location="cpu", weights_only=True)
-    if state["identity"] != run.identity or state["step"] > args.max_steps:
+    is_same = state["identity"] == run.identity and state["adapter"].keys() == run.adapter.keys()
+    if not is_same or state["step"] > args.max_steps:
         fail(
             f"{existing[-1]} has another model, start adapter, --dtype, --load_in_4bit, scale or "
             "layers of the adapter, size of rollouts or groups, or problems, or is past "
@@ -1445,8 +1451,11 @@ def run_to_the_end(args: Args) -> None:
             except OSError:  # a file system without locks
                 pass
         resume(run)
-        if len(set(gather_object([run.step]))) > 1:
-            fail("processes resume at different steps: put --output_dir where all can read it")
+        if len(set(gather_object([(run.identity, run.step)]))) > 1:
+            fail(
+                "processes have different weights or problems, or resume at different steps: put "
+                "--output_dir where all can read it"
+            )
         run.log = RunLog(accelerator, asdict(args) | {"trains": run.trains}, run.step)
 
         def interrupt(number: int, frame: object) -> None:

@@ -107,6 +107,8 @@ def test_a_run_resumed_after_its_first_update_is_the_same_run(run_main, tmp_path
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     (out / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
     shutil.rmtree(out / "checkpoint-2")
+    assert run_main(**flags, **GO_ON)[0] == 1  # it has ended, and would be made again
+    (out / "summary.json").unlink()
     shutil.rmtree(out / "adapter")
     assert run_main(**flags, **GO_ON)[0] == 0
     again = outcome(tmp_path)
@@ -130,7 +132,7 @@ def test_a_run_that_ended_inside_a_rollout_makes_the_rest_of_its_updates(run_mai
 
 
 def test_processes_that_find_different_checkpoints_do_not_go_on(run_main, monkeypatch):
-    monkeypatch.setattr(grpo_arca, "gather_object", lambda steps: [*steps, steps[0] + 1])
+    monkeypatch.setattr(grpo_arca, "gather_object", lambda own: [*own, (own[0][0], 1)])
     code, _, said = run_main()
     assert code == 1
     assert "put --output_dir where all can read it" in said
@@ -192,7 +194,7 @@ def test_a_run_is_neither_overwritten_nor_continued_unasked(again, first, tmp_pa
     assert sentence in refusal(lambda: grpo_arca.resume(run))
     monkeypatch.setattr(run.args, "resume_from_checkpoint", "latest")
     grpo_arca.resume(run)  # from the start: it had crashed
-    (tmp_path / "summary.json").touch()
+    (tmp_path / "summary.json").write_text('{"steps": 0}')
     assert sentence in refusal(lambda: grpo_arca.resume(run))
     assert run.step == 0
 
