@@ -49,7 +49,6 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -382,16 +381,16 @@ class Run:
         )
         if self.accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
             fail(f"launch it on one device or with DDP, not {self.accelerator.distributed_type}")
-        accumulation = args.gradient_accumulation_steps
-        self.updates_per_iteration = args.steps_per_generation // accumulation
+        self.updates_per_iteration = args.steps_per_generation // args.gradient_accumulation_steps
         self.updates_per_rollout = args.num_iterations * self.updates_per_iteration
         # In completions:
-        own_size = args.per_device_train_batch_size * accumulation
+        own_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.update_size = own_size * self.accelerator.num_processes
         self.rollout_size = self.update_size * self.updates_per_iteration
         # Of several processes, each has whole groups.
         unit = self.rollout_size if self.accelerator.num_processes == 1 else own_size
-        if args.steps_per_generation % accumulation or unit % args.num_generations:
+        is_whole = args.steps_per_generation % args.gradient_accumulation_steps == 0
+        if not is_whole or unit % args.num_generations > 0:
             fail(
                 f"--num_generations must divide the {unit} completions that a process samples, and "
                 "--gradient_accumulation_steps the --steps_per_generation"
@@ -399,11 +398,13 @@ class Run:
 
         # The policy, its optimizer and its schedule.
         self.model = load_policy(args, self.accelerator.device)  # its adapter can be disabled
-        own_ids = self.model.generation_config.eos_token_id  # one, several or None
-        stop_ids = torch.tensor([] if own_ids is None else own_ids).flatten().tolist()
-        self.eos_ids = torch.tensor(  # ascending
-            sorted({*stop_ids, self.tokenizer.eos_token_id}), device=self.accelerator.device
-        )
+        stops = (self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
+        ids = [torch.tensor(stop).flatten() for stop in stops if stop is not None]  # one or several
+        self.eos_ids = torch.cat(ids).unique().to(self.accelerator.device)  # ascending
+        # Looked up once: while the adapter is disabled, its weights seem not to be trained.
+        self.adapter = {
+            name: p.data for name, p in self.model.named_parameters() if p.requires_grad
+        }
         optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad],
             lr=args.learning_rate,
@@ -416,10 +417,13 @@ class Run:
             Policy(self.model, args.temperature), optimizer
         )
         # What beta keeps the policy near: the policy before training.
-        self.start_weights = {n: p.clone() for n, p in trained_parameters(self.policy).items()}
+        self.start_weights = {
+            name: p.detach().clone()
+            for name, p in self.policy.named_parameters()
+            if p.requires_grad
+        }
 
         # The progress.
-        self.adapter = trained_parameters(self.model)  # a disabled adapter would seem untrained
         self.trains = describe_adapter(self.model)
         self.identity = identity_of(self)
         self.step = 0  # updates so far
@@ -434,8 +438,8 @@ class Run:
 
     def has_reached(self, interval: int, former_step: int) -> bool:
         """Returns whether a multiple of `interval` lies after `former_step`, or the end is here."""
-        is_last = self.step >= self.args.max_steps
-        return interval > 0 and (is_last or self.step // interval > former_step // interval)
+        has_ended = self.step >= self.args.max_steps
+        return interval > 0 and (has_ended or self.step // interval > former_step // interval)
 
 
 # === CREDIT ===
@@ -807,7 +811,7 @@ def train(run: Run) -> None:
             run.step + 1, "train", batch.problems, batch.texts, batch.rewards, batch.truncated
         )
         updates = micro_batches(run, batch)
-        all_micros = list(itertools.chain.from_iterable(updates))
+        all_micros = [micro for micros in updates for micro in micros]
         score(run, batch, all_micros, metrics)
         # credit.html shows the rollout after each evaluation, and the last one.
         if "eval" in run.log.rows[-1] or run.step + run.updates_per_rollout >= args.max_steps:
@@ -819,8 +823,9 @@ def train(run: Run) -> None:
         if run.is_interrupted:
             raise KeyboardInterrupt
         run.is_updating = True
-        first = run.step % run.updates_per_rollout  # 0, unless --max_steps ended this rollout early
-        for micros in (updates * args.num_iterations)[first:][: args.max_steps - run.step]:
+        # Those before this step were made by a run that --max_steps ended within the rollout.
+        planned = (updates * args.num_iterations)[run.step % run.updates_per_rollout :]
+        for micros in planned[: args.max_steps - run.step]:
             with timed(metrics, "seconds_update"):
                 metrics |= update(run, micros)
             run.step += 1
@@ -852,8 +857,10 @@ def collect(run: Run, metrics: dict) -> Batch:
     accelerator = run.accelerator
 
     # Deal out the rows. An update has the same ones on any number of processes.
-    shape = (run.updates_per_iteration, accelerator.num_processes, -1)
-    rows = torch.arange(run.rollout_size).view(shape)[:, accelerator.process_index].flatten()
+    all_rows = torch.arange(run.rollout_size).view(
+        run.updates_per_iteration, accelerator.num_processes, -1
+    )
+    rows = all_rows[:, accelerator.process_index].flatten()
 
     # Sample and grade. A group with equal rewards teaches nothing, and may be replaced.
     logged: dict[str, list[float]] = {}
@@ -864,7 +871,6 @@ def collect(run: Run, metrics: dict) -> Batch:
             flat = rows_without_signal(aggregated_advantages(args, values, run.reward_weights))
             if len(flat) > 0:
                 batch.put(flat, sample_attempt(run, rows[flat.cpu()], attempt, logged))
-    metrics |= log_means(logged)
 
     # Compute the advantages over all processes. G consecutive rows are a group.
     batch.rewards = weighted_sum(batch.values, run.reward_weights).float()
@@ -877,10 +883,10 @@ def collect(run: Run, metrics: dict) -> Batch:
     # Choose the tokens to train on.
     is_left_out = batch.truncated & args.mask_truncated_completions  # [B]
     batch.loss_mask = batch.mask & ~is_left_out[:, None]
-    loss_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item()
-    batch.update_tokens = loss_tokens / run.updates_per_iteration
+    trained_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item()
+    batch.update_tokens = trained_tokens / run.updates_per_iteration
 
-    metrics |= rollout_metrics(
+    metrics |= log_means(logged) | rollout_metrics(
         accelerator,
         batch.rewards,
         advantages,
@@ -901,8 +907,9 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     suffix = f" attempt {attempt}" if attempt > 0 else ""
     order = f"{args.seed}{suffix}" if args.shuffle_dataset or attempt > 0 else None
     groups = (rows + run.rollout * run.rollout_size) // args.num_generations
-    count = len(run.train_set)
-    problems = [run.train_set[problem_at(group, count, order)] for group in groups.tolist()]
+    problems = [
+        run.train_set[problem_at(group, len(run.train_set), order)] for group in groups.tolist()
+    ]
     uniforms = row_uniforms(
         args.seed,
         f"rollout{suffix}",
@@ -946,8 +953,8 @@ def aggregated_advantages(args: Args, values: Tensor, weights: Tensor) -> Tensor
     else:  # GDPO (arXiv 2601.05242): each function in its group, then their sum in the whole batch
         each = group_advantages(values, "group").where(~values.isnan(), torch.nan)
         total = weighted_sum(each, weights)
-        advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        advantages = advantages.masked_fill(total == 0, 0.0)  # their mean is 0 but for rounding
+        whole = group_advantages(total.view(1, -1), "group").view_as(total)
+        advantages = whole.masked_fill(total == 0, 0.0)  # the mean is 0 but for rounding
     return advantages.float()
 
 
@@ -961,13 +968,15 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     # Where all are equal, they become 0 first: rounding of a mean must not leave an advantage.
     shortfalls = rewards - rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)
     advantages = (shortfalls - shortfalls.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
-    if scale_rewards == "batch":
-        advantages = advantages / (rewards[is_known].std() + 1e-4)
-    elif scale_rewards == "group":
-        others = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)  # G - 1, if all are known
-        variance = advantages.square().sum(1, keepdim=True) / others
-        advantages = advantages / (variance.sqrt() + 1e-4)
-    return advantages.nan_to_num(nan=0.0)  # of a batch with a single known reward
+    others = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)  # G - 1, if all are known
+    variance = advantages.square().sum(1, keepdim=True) / others
+    divisors: dict[str, Any] = {
+        "group": variance.sqrt() + 1e-4,  # [prompts, 1]
+        "batch": rewards[is_known].std() + 1e-4,
+        "none": 1.0,
+    }
+    # The deviation of a batch with a single known reward is NaN.
+    return (advantages / divisors[scale_rewards]).nan_to_num(nan=0.0)
 
 
 @torch.no_grad()
@@ -1011,7 +1020,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     """Takes one optimizer step on the micro-batches of an update, and returns its metrics."""
     args = run.args
     accelerator = run.accelerator
-    # Accumulate gradients. DDP synchronizes them only in the last backward pass.
+    # Accumulate gradients. DDP synchronizes them in the last backward pass alone.
     total_loss = torch.zeros((), device=accelerator.device)
     averages = []
     for micro in micros:
@@ -1099,12 +1108,11 @@ def evaluate(run: Run) -> None:
 
     All evaluations use the same uniforms.
     """
-    args = run.args
     own_funcs = {name: function for name, function in run.reward_funcs.items() if function}
     verdicts: list[Any] = []  # of each answer: kind, number of the problem, and its rewards
     for kind, samples, funcs in (
         ("greedy", 1, {}),
-        ("sampled", args.num_generations_eval, own_funcs),
+        ("sampled", run.args.num_generations_eval, own_funcs),
     ):
         all_rows = torch.arange(len(run.held_out) * samples).view(-1, samples)
         rows = all_rows[run.accelerator.process_index :: run.accelerator.num_processes].flatten()
@@ -1115,8 +1123,8 @@ def evaluate(run: Run) -> None:
             run,
             rows,
             [run.held_out[n] for n in numbers],
-            row_uniforms(args.seed, "eval", 0, rows, args.max_completion_length, samples),
-            args.per_device_eval_batch_size,
+            row_uniforms(run.args.seed, "eval", 0, rows, run.args.max_completion_length, samples),
+            run.args.per_device_eval_batch_size,
             {"": None} | funcs,  # the grader's own verdict comes first
             logged={},
             is_greedy=kind == "greedy",
@@ -1125,8 +1133,8 @@ def evaluate(run: Run) -> None:
             run.step, kind, batch.problems, batch.texts, batch.values[:, 0], batch.truncated
         )
         verdicts += zip([kind] * len(rows), numbers, batch.values.tolist(), strict=True)
-    all_verdicts = gather_object(verdicts)
-    run.log.write({"step": run.step, "eval": eval_metrics(["", *own_funcs], all_verdicts)})
+    figures = eval_metrics(["", *own_funcs], gather_object(verdicts))
+    run.log.write({"step": run.step, "eval": figures})
 
 
 # ---- Policy: log-probabilities without ever building [B, T, V] -----------------------------------
@@ -1180,14 +1188,13 @@ def prompt_cache(
     Checkpointed layers do not accept one, and linear attention keeps a running state instead of
     keys and values.
     """
-    is_checkpointed = any(
-        layer.training and getattr(layer, "gradient_checkpointing", False)
-        for layer in model.modules()
-    )
     if (
         ids.shape[1] == 0
-        or is_checkpointed
         or any(transformers.DynamicCache(config=model.config).is_linear)
+        or any(
+            layer.training and getattr(layer, "gradient_checkpointing", False)
+            for layer in model.modules()
+        )
     ):
         return None
     cache = transformers.DynamicCache()
@@ -1201,8 +1208,7 @@ def read_prompts(base: transformers.PreTrainedModel, prompt_ids: Tensor, cache: 
     Each distinct prompt is read once, and what it leaves in the cache is copied to all its rows.
     """
     unique_prompts, copy_of = prompt_ids.unique(dim=0, return_inverse=True)  # [U, P], [B]
-    attention = (unique_prompts >= 0).long()
-    hidden = hidden_states(base, unique_prompts.clamp(min=0), attention, cache)
+    hidden = hidden_states(base, unique_prompts.clamp(min=0), (unique_prompts >= 0).long(), cache)
     cache.reorder_cache(copy_of)
     return hidden[copy_of]
 
@@ -1323,7 +1329,6 @@ def decode(run: Run, prompt_ids: Tensor, uniforms: Tensor, is_greedy: bool) -> t
     own loop because `generate` does not compile NF4 layers and returns no entropies.
     """
     base = run.model.get_base_model()
-    temperature = 0.0 if is_greedy else run.args.temperature
     length = uniforms.shape[1]  # T
     begin = prompt_ids.shape[1]  # column of the first token
     first = int((prompt_ids >= 0).any(0).nonzero()[0])  # column that is not padding in all rows
@@ -1343,7 +1348,10 @@ def decode(run: Run, prompt_ids: Tensor, uniforms: Tensor, is_greedy: bool) -> t
         """Samples the tokens of the column from hidden states [n, H], and reads them."""
         at = (rows, column)
         ids[at], logp[at], entropy[at] = sample_tokens(
-            head_logits(base, hidden), uniforms[rows, column - begin], temperature, run.args.top_p
+            head_logits(base, hidden),
+            uniforms[rows, column - begin],
+            0.0 if is_greedy else run.args.temperature,
+            run.args.top_p,
         )
         attention = (ids[rows, first:end] >= 0).long()  # [n, tokens that the cache has room for]
         hidden.copy_(hidden_states(base, ids[rows, column, None], attention, cache)[:, -1])
@@ -1352,13 +1360,13 @@ def decode(run: Run, prompt_ids: Tensor, uniforms: Tensor, is_greedy: bool) -> t
     hidden = read_prompts(base, prompt_ids[:, first:], cache)[:, -1]  # [n, H]
     for start in range(0, length, SEGMENT):
         # Drop the completions that have ended, and make room for a segment of the others.
-        is_unfinished = ~torch.isin(ids[rows, begin:], run.eos_ids).any(1)  # [n]
-        if not is_unfinished.any():
+        has_ended = torch.isin(ids[rows, begin:], run.eos_ids).any(1)  # [n]
+        if has_ended.all():
             break
-        rows = rows[is_unfinished]
-        hidden = hidden[is_unfinished]
+        rows = rows[~has_ended]
+        hidden = hidden[~has_ended]
+        cache.reorder_cache((~has_ended).nonzero().squeeze(1))
         room = min(SEGMENT, length - start)
-        cache.reorder_cache(is_unfinished.nonzero().squeeze(1))
         for layer in cache.layers:
             if isinstance(layer, StaticLayer):  # linear attention has a state of fixed size
                 layer.keys = F.pad(layer.keys, (0, 0, 0, room))
@@ -1402,11 +1410,9 @@ def sample(
     """
     run.policy.eval()
     device = run.accelerator.device
-    prompts = nn.utils.rnn.pad_sequence(
-        [torch.tensor(problem.prompt_ids) for problem in problems], True, -1, "left"
-    )
-    width = max(run.prompt_width, prompts.shape[1])  # P
-    prompts = F.pad(prompts, (width - prompts.shape[1], 0), value=-1).to(device)
+    width = max(run.prompt_width, *(len(problem.prompt_ids) for problem in problems))  # P
+    padded = [[-1] * (width - len(p.prompt_ids)) + [*p.prompt_ids] for p in problems]
+    prompts = torch.tensor(padded, device=device)  # [B, P]
     size = batch_size or len(rows)
     parts = list(zip(prompts.split(size), uniforms.to(device).split(size), strict=True))
     is_quiet = len(parts) == 1 or not run.accelerator.is_main_process
@@ -1534,11 +1540,6 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
-
-
-def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the adapter's weights by name."""
-    return {name: p.data for name, p in model.named_parameters() if p.requires_grad}
 
 
 def identity_of(run: Run) -> str:
@@ -1688,10 +1689,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     parser = transformers.HfArgumentParser(Args, usage="%(prog)s [flags]", allow_abbrev=False)
     (args,) = parser.parse_args_into_dataclasses(argv)
     config = Path(args.model_name_or_path, "config.json")
-    if config.exists() and "embedded_policy" in config.read_text(encoding="utf-8"):
-        parser.set_defaults(**EMBEDDED_DEFAULTS)
+    is_embedded = config.exists() and "embedded_policy" in config.read_text(encoding="utf-8")
     of_adapter = adapter_flags(args.start_adapter)
-    parser.set_defaults(**of_adapter)
+    parser.set_defaults(**(EMBEDDED_DEFAULTS if is_embedded else {}) | of_adapter)
     (args,) = parser.parse_args_into_dataclasses(argv)
     if not of_adapter.items() <= vars(args).items():
         fail(f"--start_adapter {args.start_adapter} is one of {of_adapter}: leave these flags out")
@@ -1703,12 +1703,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if args.report_to != "none":
         __import__(args.report_to)  # Accelerate would leave out what it cannot import
 
-    if args.dtype is None:
-        args.dtype = (
-            "bfloat16"  # a GPU such as a T4 says that it has it, and emulates it slowly
-            if CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
-            else "float32"
-        )
+    # A GPU such as a T4 says that it has bfloat16, and emulates it slowly.
+    has_bf16 = CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
+    args.dtype = args.dtype or ("bfloat16" if has_bf16 else "float32")
     args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
     if config.exists():  # the adapter names its base, from wherever it is used
         # The folder, because config.json itself may be a link, as in the Hub's cache.

@@ -40,8 +40,7 @@ def test_ten_skipped_updates_in_a_row_end_the_run(run_main, rows_of, monkeypatch
 
     def check_and_poison(run):
         check_model(run)
-        weights = grpo_arca.trained_parameters(run.model)
-        next(weights[name] for name in weights if "lora_B" in name).fill_(torch.nan)
+        next(run.adapter[name] for name in run.adapter if "lora_B" in name).fill_(torch.nan)
 
     monkeypatch.setattr(grpo_arca, "check_model", check_and_poison)
     code, _, said = run_main(max_steps=20, per_device_train_batch_size=4, beta=0.1)

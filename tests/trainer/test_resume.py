@@ -295,7 +295,7 @@ def test_a_damaged_checkpoint_is_not_used(again, first, tmp_path, damage):
     out = shutil.copytree(first.args.output_dir, tmp_path / "out")
     path = out / "checkpoint-1/state.pt"
     content = bytearray(path.read_bytes())
-    weight = next(iter(grpo_arca.trained_parameters(first.model).values()))
+    weight = next(iter(first.adapter.values()))
     content[content.index(weight.numpy().tobytes()) + 10] ^= 1
     if damage == "torn":
         content = content[: len(content) // 2]

@@ -57,7 +57,7 @@ def test_the_policy_and_its_reference_are_the_adapter(start, tmp_path, variant):
     folder = make_adapter(tmp_path / "start", **VARIANTS[variant])
     run = start(folder, load_in_4bit=False, dtype="float32", beta=0.1, credit="arca", lora_r=4)
     saved = load_file(Path(folder, WEIGHTS))
-    ours = grpo_arca.trained_parameters(run.model)
+    ours = run.adapter
     assert {name.replace(".default", "") for name in ours} == saved.keys()
     # Flags say what is trained: config.json and the adapter's card show them.
     flags = {f"lora_{name.removeprefix('lora_')}": value for name, value in ADAPTER.items()}
@@ -140,7 +140,7 @@ def test_trained_biases_are_refused(start, tmp_path):
 def test_whole_modules_are_trained_in_float32_alone(start, tmp_path):
     """In bf16 a step changes one entry in a hundred; the rest is rounded away."""
     folder = make_adapter(tmp_path / "head", modules_to_save=["lm_head"])
-    assert any("lm_head" in name for name in grpo_arca.trained_parameters(start(folder).model))
+    assert any("lm_head" in name for name in start(folder).adapter)
     assert "set --dtype float32" in refusal(lambda: start(folder, dtype="bfloat16"))
 
 
