@@ -73,18 +73,9 @@ from accelerate.utils import gather_object, parse_flag_from_env
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers.cache_utils import StaticLayer
 
-from common.data import (
-    check_adapter,
-    check_base,
-    encode_problems,
-    load_problems,
-    load_tokenizer,
-    problem_at,
-    reply_text,
-)
+from common.data import check_adapter, check_base, load_data, problem_at, reply_text
 from common.metrics import (
     RunLog,
     credit_averages,
@@ -336,26 +327,8 @@ class Run:
     def __init__(self, args: Args):
         self.args = args
         # The problems, and the reward functions.
-        self.tokenizer, context = load_tokenizer(
-            args.model_name_or_path, args.model_revision, args.start_adapter
-        )
-        train, held_out = load_problems(
-            args.dataset_name,
-            args.dataset_config,
-            args.dataset_train_split,
-            args.dataset_test_split,
-            args.eval_dataset_name,
-            (args.prompt_column, args.answer_column, ACCURACY in args.reward_funcs),
-            args.max_eval_samples,
-            args.seed,
-        )
-        self.train_set, self.held_out = encode_problems(
-            self.tokenizer,
-            train,
-            held_out,
-            args.system_prompt,
-            json.loads(args.chat_template_kwargs),
-            context - args.max_completion_length,
+        self.tokenizer, self.train_set, self.held_out = load_data(
+            args, needs_answers=ACCURACY in args.reward_funcs
         )
         self.prompt_width = max(len(p.prompt_ids) for p in self.train_set + self.held_out)
         self.reward_funcs, self.reward_weights = load_reward_funcs(
@@ -380,8 +353,10 @@ class Run:
         self.rollout_size = self.update_size * self.updates_per_iteration
         # Of several processes, each has whole groups.
         unit = self.rollout_size if self.accelerator.num_processes == 1 else own_size
-        is_whole = args.steps_per_generation % args.gradient_accumulation_steps == 0
-        if not is_whole or unit % args.num_generations > 0:
+        if (
+            args.steps_per_generation % args.gradient_accumulation_steps > 0
+            or unit % args.num_generations > 0
+        ):
             fail(
                 f"--num_generations must divide the {unit} completions that a process samples, and "
                 "--gradient_accumulation_steps the --steps_per_generation"
@@ -674,13 +649,12 @@ def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
     """Returns each update's micro-batches: only rows with a gradient, sorted by length."""
     if run.args.beta == 0:  # then a row whose advantage is 0 has no gradient
         batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
-    has_gradient = batch.loss_mask.any(1)  # [B]
+    is_kept = batch.loss_mask.any(1)  # [B]
     lengths = batch.attention.sum(1)  # [B]
     updates = []
     for rows in torch.arange(len(lengths)).to(lengths).chunk(run.updates_per_iteration):
-        kept = rows[has_gradient[rows]]
-        if len(kept) == 0:
-            kept = rows[:1]  # DDP needs a backward pass on every process
+        is_kept[rows[0]] |= ~is_kept[rows].any()  # DDP needs a backward pass on every process
+        kept = rows[is_kept[rows]]
         by_length = kept[lengths[kept].argsort(stable=True)]
         parts = by_length.split(run.args.per_device_train_batch_size)
         updates.append([batch.select(part).trimmed() for part in parts])
@@ -694,8 +668,8 @@ def aggregated_advantages(args: Args, values: Tensor, weights: Tensor) -> Tensor
     else:  # GDPO (arXiv 2601.05242): each function in its group, then their sum in the whole batch
         each = group_advantages(values, "group").where(~values.isnan(), torch.nan)
         total = weighted_sum(each, weights)
-        whole = group_advantages(total.view(1, -1), "group").view_as(total)
-        advantages = whole.masked_fill(total == 0, 0.0)  # the mean is 0 but for rounding
+        advantages = group_advantages(total.view(1, -1), "group").view_as(total)
+        advantages[total == 0] = 0.0  # the mean of all is 0 but for rounding
     return advantages.float()
 
 
@@ -765,8 +739,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     total_loss = torch.zeros((), device=accelerator.device)
     averages = []
     for micro in micros:
-        is_last = micro is micros[-1]
-        with contextlib.nullcontext() if is_last else accelerator.no_sync(run.policy):
+        with contextlib.nullcontext() if micro is micros[-1] else accelerator.no_sync(run.policy):
             logp = training_forward(run, micro)
             old_logp = logp.detach() if micro.old_logp is NOT_SET else micro.old_logp
             loss, clipped = policy_loss(run, micro, logp, old_logp)
@@ -874,8 +847,8 @@ def evaluate(run: Run) -> None:
             run.step, kind, batch.problems, batch.texts, batch.values[:, 0], batch.truncated
         )
         verdicts += zip([kind] * len(rows), numbers, batch.values.tolist(), strict=True)
-    figures = eval_metrics(["", *own_funcs], gather_object(verdicts))
-    run.log.write({"step": run.step, "eval": figures})
+    accuracies = eval_metrics(["", *own_funcs], gather_object(verdicts))
+    run.log.write({"step": run.step, "eval": accuracies})
 
 
 # ---- Policy: log-probabilities without ever building [B, T, V] -----------------------------------
@@ -917,8 +890,8 @@ class Policy(nn.Module):
         return -torch.cat(losses).view(targets.shape) * micro.mask, hidden
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:  # [n, H], [n] -> [n]
-        logits = head_logits(self.model.get_base_model(), hidden) / self.temperature  # [n, V]
-        return F.cross_entropy(logits, targets, reduction="none")
+        logits = head_logits(self.model.get_base_model(), hidden)  # [n, V]
+        return F.cross_entropy(logits / self.temperature, targets, reduction="none")
 
 
 def prompt_cache(
@@ -1155,14 +1128,10 @@ def sample(
     padded = [[-1] * (width - len(p.prompt_ids)) + [*p.prompt_ids] for p in problems]
     prompts = torch.tensor(padded, device=device)  # [B, P]
     size = batch_size or len(rows)
-    parts = list(zip(prompts.split(size), uniforms.to(device).split(size), strict=True))
-    is_quiet = len(parts) == 1 or not run.accelerator.is_main_process
+    parts = zip(prompts.split(size), uniforms.to(device).split(size), strict=True)
     weights = dense(run.model) if run.args.rollout_weights == "dense" else contextlib.nullcontext()
     with weights, run.accelerator.autocast():
-        decoded = [
-            decode(run, some_prompts, some_uniforms, is_greedy)
-            for some_prompts, some_uniforms in tqdm(parts, leave=False, disable=is_quiet)
-        ]
+        decoded = [decode(run, *part, is_greedy) for part in parts]
     ids, logp, entropy = (torch.cat(tensors) for tensors in zip(*decoded, strict=True))
 
     # A completion ends with its first stop token. Everything after that is padding.
@@ -1313,12 +1282,11 @@ def check_model(run: Run) -> None:
 
     Mistakes in a reward function show here, too, before the first evaluation.
     """
-    args = run.args
     ids = run.train_set[0].prompt_ids
-    problems = [run.train_set[0]] * args.num_generations  # a whole group, as in a rollout
+    problems = [run.train_set[0]] * run.args.num_generations  # a whole group, as in a rollout
     problems[0] = problems[0]._replace(prompt_ids=ids[len(ids) // 3 :])  # so that it is padded
     rows = torch.arange(len(problems))
-    uniforms = row_uniforms(args.seed, "check", 0, rows, 8, len(rows))
+    uniforms = row_uniforms(run.args.seed, "check", 0, rows, 8, len(rows))
     batch = sample(run, rows, problems, uniforms, 0, run.reward_funcs, {})
 
     # Recompute its log-probs in training mode but for dropout: some layers have other noise there.
@@ -1331,12 +1299,12 @@ def check_model(run: Run) -> None:
     tokens = batch.ids[0, batch.attention[0]]  # without padding
     with run.accelerator.autocast():
         logits = run.model.get_base_model()(tokens[None]).logits[0, -ours.shape[1] - 1 : -1]
-    logp = (logits.float() / args.temperature).log_softmax(-1)  # [n, V]
+    logp = (logits.float() / run.args.temperature).log_softmax(-1)  # [n, V]
     gap = (ours - logp.gather(1, tokens[-len(logp) :, None]).squeeze(1)).abs().mean(1).max().item()
-    if not gap < (1e-3 if args.dtype == "float32" else 0.1):  # true for NaN, too
+    if not gap < (1e-3 if run.args.dtype == "float32" else 0.1):  # true for NaN, too
         fail(
-            f"{args.model_name_or_path} (start adapter: {args.start_adapter}) is not supported: "
-            f"log-probs here are {gap:.2g} nats off transformers' own"
+            f"{run.args.model_name_or_path} (start adapter: {run.args.start_adapter}) is not "
+            f"supported: log-probs here are {gap:.2g} nats off transformers' own"
         )
 
 
@@ -1359,18 +1327,20 @@ def save_checkpoint(run: Run) -> None:
     is_midway = run.step % run.updates_per_rollout > 0 and run.step < run.args.max_steps
     if run.step == 0 or is_midway or folder.exists() or not run.accelerator.is_main_process:
         return
-    state = {
-        "step": run.step,
-        "groups": run.groups,
-        "adapter": run.adapter,
-        "optimizer": run.optimizer.state_dict()["state"],
-        "identity": run.identity,
-        "flags": asdict(run.args),
-    }
     unfinished = folder.with_name("unfinished-checkpoint")
     shutil.rmtree(unfinished, ignore_errors=True)
     run.model.save_pretrained(unfinished)  # for users of PEFT
-    torch.save(state, unfinished / "state.pt")
+    torch.save(
+        {
+            "step": run.step,
+            "groups": run.groups,
+            "adapter": run.adapter,
+            "optimizer": run.optimizer.state_dict()["state"],
+            "identity": run.identity,
+            "flags": asdict(run.args),
+        },
+        unfinished / "state.pt",
+    )
     os.sync()  # everything must be on the disk before the rename
     unfinished.rename(folder)
 
@@ -1400,8 +1370,11 @@ def resume(run: Run) -> None:
     if zipfile.ZipFile(existing[-1] / "state.pt").testzip() is not None:  # torch.load tests nothing
         fail(f"{existing[-1]} is damaged: delete it")
     state = torch.load(existing[-1] / "state.pt", map_location="cpu", weights_only=True)
-    is_same = state["identity"] == run.identity and state["adapter"].keys() == run.adapter.keys()
-    if not is_same or state["step"] > args.max_steps:
+    if (
+        state["identity"] != run.identity
+        or state["adapter"].keys() != run.adapter.keys()
+        or state["step"] > args.max_steps
+    ):
         fail(
             f"{existing[-1]} has another model, start adapter, --dtype, --load_in_4bit, scale or "
             "layers of the adapter, size of rollouts or groups, or problems, or is past "
@@ -1495,9 +1468,9 @@ def run_to_the_end(args: Args) -> None:
         try:
             train(run)
             if is_main:
-                run.model.save_pretrained(f"{args.output_dir}/adapter")
                 print(
                     report_run(
+                        run.model,
                         run.log,
                         run.groups,
                         run.held_out[0],

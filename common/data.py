@@ -382,6 +382,34 @@ def encode_problems(
     return train, held_out
 
 
+def load_data(
+    args: Any, needs_answers: bool
+) -> tuple[PreTrainedTokenizerBase, list[Problem], list[Problem]]:
+    """Returns the tokenizer, the problems to train on and the held-out ones, as the flags say."""
+    tokenizer, context = load_tokenizer(
+        args.model_name_or_path, args.model_revision, args.start_adapter
+    )
+    train, held_out = load_problems(
+        args.dataset_name,
+        args.dataset_config,
+        args.dataset_train_split,
+        args.dataset_test_split,
+        args.eval_dataset_name,
+        (args.prompt_column, args.answer_column, needs_answers),
+        args.max_eval_samples,
+        args.seed,
+    )
+    train, held_out = encode_problems(
+        tokenizer,
+        train,
+        held_out,
+        args.system_prompt,
+        json.loads(args.chat_template_kwargs),
+        context - args.max_completion_length,
+    )
+    return tokenizer, train, held_out
+
+
 # ---- The files of the base model and of its adapter ---------------------------------------------
 def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | None) -> None:
     """Raises ValueError if a model would train that is not the one in its files.

@@ -37,18 +37,20 @@ PANELS = {
 
 
 def report_run(
+    model: PeftModel,
     log: RunLog,
     groups: list[dict[str, Any]],
     example: Problem,
     stop_ids: list[int],
     tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """Writes the files of a run that has ended, and returns what to print.
+    """Writes the adapter and the files of a run that has ended, and returns what to print.
 
     The groups come from `credit_group`. The adapter's card shows how to solve the example, a
     held-out problem, and has the token ids that end an answer.
     """
     folder = log.folder
+    model.save_pretrained(folder / "adapter")
     evaluations = {row["step"]: row["eval"] for row in log.rows if row.get("eval")}
     last_step = max(evaluations)
     weights = folder / ("adapter" if log.best_step == last_step else f"checkpoint-{log.best_step}")
