@@ -34,9 +34,9 @@ reasoning (here: every token before the content of the box).
 
 How to read this file: first come the flags, and the two things that all steps share, a Batch of
 completions and the Run. The method stands between the CREDIT marks. Then comes the training loop,
-`train`, and its steps: `collect`, `score` and `update`. The rest is machinery: sampling, the
-policy, set-up, checkpoints and the command line. Everything outside the CREDIT marks is the same in
-every grpo_*.py script, but for this text.
+`train`, and its steps: `collect`, `score` and `update`. After them come the log-probabilities of
+the Policy, and the rest is machinery: sampling, set-up, checkpoints and the command line.
+Everything outside the CREDIT marks is the same in every grpo_*.py script, but for this text.
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
@@ -413,8 +413,9 @@ class Run:
 
     def has_reached(self, interval: int, former_step: int) -> bool:
         """Returns whether a multiple of `interval` lies after `former_step`, or the end is here."""
-        has_ended = self.step >= self.args.max_steps
-        return interval > 0 and (has_ended or self.step // interval > former_step // interval)
+        return interval > 0 and (
+            self.step >= self.args.max_steps or self.step // interval > former_step // interval
+        )
 
 
 # === CREDIT ===
@@ -794,20 +795,19 @@ def train(run: Run) -> None:
                 run.tokenizer, all_micros, args.num_generations, run.step, args.system_prompt
             )
 
-        # Update the policy, unless a reward function has kept a signal to itself.
-        if run.is_interrupted:
-            raise KeyboardInterrupt
-        run.is_updating = True
-        # Those before this step were made by a run that --max_steps ended within the rollout.
-        planned = (updates * args.num_iterations)[run.step % run.updates_per_rollout :]
-        for micros in planned[: args.max_steps - run.step]:
-            with timed(metrics, "seconds_update"):
-                metrics |= update(run, micros)
-            run.step += 1
-            run.log.write({"step": run.step} | metrics)
-            # The next update's row repeats the metrics of the rollout, but not its seconds.
-            metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
-        run.is_updating = False
+        # Update the policy, unless a reward function has swallowed a signal.
+        if not run.is_interrupted:
+            run.is_updating = True
+            # A run that --max_steps ended within this rollout has made its first updates.
+            planned = (updates * args.num_iterations)[run.step % run.updates_per_rollout :]
+            for micros in planned[: args.max_steps - run.step]:
+                with timed(metrics, "seconds_update"):
+                    metrics |= update(run, micros)
+                run.step += 1
+                run.log.write({"step": run.step} | metrics)
+                # The next update's row repeats the rollout's metrics, but not its seconds.
+                metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
+            run.is_updating = False
         if run.is_interrupted:
             raise KeyboardInterrupt
         if run.log.has_diverged():
@@ -856,10 +856,9 @@ def collect(run: Run, metrics: dict) -> Batch:
     batch.advantages = advantages.flatten()[batch.rows]
 
     # Choose the tokens to train on.
-    is_left_out = batch.truncated & args.mask_truncated_completions  # [B]
-    batch.loss_mask = batch.mask & ~is_left_out[:, None]
-    trained_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item()
-    batch.update_tokens = trained_tokens / run.updates_per_iteration
+    batch.loss_mask = batch.mask & ~(batch.truncated & args.mask_truncated_completions)[:, None]
+    loss_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item()
+    batch.update_tokens = loss_tokens / run.updates_per_iteration
 
     metrics |= log_means(logged) | rollout_metrics(
         accelerator,
@@ -992,7 +991,6 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
 
 def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     """Takes one optimizer step on the micro-batches of an update, and returns its metrics."""
-    args = run.args
     accelerator = run.accelerator
     # Accumulate gradients. DDP synchronizes them in the last backward pass alone.
     total_loss = torch.zeros((), device=accelerator.device)
@@ -1013,14 +1011,14 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
         )
     total_loss = accelerator.reduce(total_loss, "sum").item()
     grad_norm = accelerator.clip_grad_norm_(
-        run.policy.parameters(), args.max_grad_norm or math.inf
+        run.policy.parameters(), run.args.max_grad_norm or math.inf
     ).item()
 
     # Take the step, unless it would put NaN into the weights.
-    learning_rate = args.learning_rate * run.schedule(run.step + 1)
+    learning_rate = run.args.learning_rate * run.schedule(run.step + 1)
     run.optimizer.param_groups[0]["lr"] = learning_rate
     is_finite = math.isfinite(total_loss + grad_norm)
-    if is_finite and (grad_norm > 0 or not args.skip_zero_gradient):
+    if is_finite and (grad_norm > 0 or not run.args.skip_zero_gradient):
         run.optimizer.step()
     run.optimizer.zero_grad()
     # Where no token is trained on, there is nothing to average.
@@ -1030,7 +1028,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
         | {
             "loss": total_loss,
             "grad_norm": grad_norm,
-            "clipped_gradient": float(0 < args.max_grad_norm < grad_norm),
+            "clipped_gradient": float(0 < run.args.max_grad_norm < grad_norm),
             "learning_rate": learning_rate,
             "skipped_update": float(not is_finite),
             "peak_memory_gb": peak_memory(accelerator.device),
@@ -1106,8 +1104,9 @@ def evaluate(run: Run) -> None:
             run.step, kind, batch.problems, batch.texts, batch.values[:, 0], batch.truncated
         )
         verdicts += zip([kind] * len(rows), numbers, batch.values.tolist(), strict=True)
-    accuracies = eval_metrics(["", *own_funcs], gather_object(verdicts))
-    run.log.write({"step": run.step, "eval": accuracies})
+    run.log.write(
+        {"step": run.step, "eval": eval_metrics(["", *own_funcs], gather_object(verdicts))}
+    )
 
 
 # ---- Policy: log-probabilities without ever building [B, T, V] -----------------------------------
@@ -1245,8 +1244,8 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
 
 def nf4_in_fp32(layer: Any, x: Tensor) -> Tensor:
     """Returns the product of x and an NF4 layer's weight, which is first rounded to --dtype."""
-    weight = dequantize_bnb_weight(layer.weight).to(layer.compute_dtype)
-    return F.linear(x, weight.float(), layer.bias)
+    weight = dequantize_bnb_weight(layer.weight).to(layer.compute_dtype).float()
+    return F.linear(x, weight, layer.bias)
 
 
 # ---- Rollout: our own decode loop over a static KV cache -----------------------------------------
@@ -1690,14 +1689,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
 def run_to_the_end(args: Args) -> None:
     """Loads data and policy, trains, and leaves an adapter and a report, or a checkpoint."""
     run = Run(args)
-    accelerator = run.accelerator
-    accelerator.print(
+    run.accelerator.print(
         f"{args.credit} on {args.model_name_or_path}: trains {run.trains}\n{len(run.train_set)} "
         f"problems, {len(run.held_out)} held out, into {args.output_dir}"
     )
     check_model(run)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    is_main = accelerator.is_main_process
+    is_main = run.accelerator.is_main_process
     with open(Path(args.output_dir, "config.json"), "a", encoding="utf-8") as lock:
         if is_main:  # two runs must not write into one folder
             try:
@@ -1712,7 +1710,7 @@ def run_to_the_end(args: Args) -> None:
                 "processes have different weights or problems, or resume at different steps: put "
                 "--output_dir where all can read it"
             )
-        run.log = RunLog(accelerator, asdict(args) | {"trains": run.trains}, run.step)
+        run.log = RunLog(run.accelerator, asdict(args) | {"trains": run.trains}, run.step)
 
         def interrupt(number: int, frame: object) -> None:
             """Ends the run, at once or after the updates of this rollout if they have begun."""
@@ -1745,8 +1743,8 @@ def run_to_the_end(args: Args) -> None:
             run.log.bar.close()
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook wants it
 
-        accelerator.wait_for_everyone()  # nobody may leave while another process writes
-        accelerator.end_training()
+        run.accelerator.wait_for_everyone()  # nobody may leave while another process writes
+        run.accelerator.end_training()
 
 
 if __name__ == "__main__":
