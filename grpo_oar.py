@@ -299,11 +299,14 @@ class Batch:
 
     def select(self, index: Tensor) -> Batch:
         """Returns the completions `index`."""
-        chosen: dict[str, Any] = {
-            name: [value[i] for i in index.tolist()] if isinstance(value, list) else value[index]
-            for name, value in self.columns().items()
-        }
-        return replace(self, **chosen)
+        part = replace(self)
+        for name, value in self.columns().items():
+            setattr(
+                part,
+                name,
+                [value[i] for i in index.tolist()] if isinstance(value, list) else value[index],
+            )
+        return part
 
     def put(self, index: Tensor, part: Batch) -> None:
         """Replaces the completions `index` by those of a batch of the same widths."""
@@ -1287,10 +1290,11 @@ def sample_tokens(
 
     # Find the first token whose cumulative probability exceeds the uniform's share of the total. A
     # uniform is at most 1 - 2^-24, so that is less than the total: no impossible token is picked.
-    # In fp32 the sums would lose what the last of many tokens add.
+    # In fp32 the sums would lose what the last of many tokens add. For NaN logits it is the last.
     cdf = kept_logp.exp().cumsum(-1, dtype=torch.float64)
-    token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)  # [B, 1]
-    token = token.clamp(max=logits.shape[1] - 1)  # for NaN logits
+    token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).clamp(
+        max=logits.shape[1] - 1
+    )  # [B, 1]
     return token.squeeze(1), logp.gather(1, token).squeeze(1), entropy
 
 
@@ -1454,14 +1458,15 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     """Returns the base model in NF4, with a new adapter or the one that the run starts from."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
     torch.set_float32_matmul_precision("highest")  # the images of NGC ask for TF32
-    name = args.model_name_or_path
-    config = transformers.AutoConfig.from_pretrained(name, revision=args.model_revision)
+    config = transformers.AutoConfig.from_pretrained(
+        args.model_name_or_path, revision=args.model_revision
+    )
     text_config = config.get_text_config()
     for option, value in vars(text_config).items():
         if "drop" in option and isinstance(value, float):
             setattr(text_config, option, 0.0)  # as in rollouts; --lora_dropout stays
     base, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        name,
+        args.model_name_or_path,
         config=config,
         revision=args.model_revision,
         quantization_config=transformers.BitsAndBytesConfig(

@@ -463,8 +463,9 @@ def check_adapter(model: PeftModel, targets: list[str], folder: str | None) -> N
     if config.bias != "none" or config.lora_bias or is_variant:
         raise ValueError(f"{folder} trains biases, or is a variant of LoRA such as DoRA")
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    is_tied = model.config.get_text_config().tie_word_embeddings
-    if is_tied and any(hasattr(layer, "base_layer") for layer in ends):
+    if model.config.get_text_config().tie_word_embeddings and any(
+        hasattr(layer, "base_layer") for layer in ends
+    ):
         raise ValueError("the model has one matrix for input and output: leave both out of the "
                          "adapter's layers")  # fmt: skip
     if any(p.dtype != torch.float32 for p in model.parameters() if p.requires_grad):

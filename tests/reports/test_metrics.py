@@ -201,6 +201,7 @@ def test_what_a_run_writes_is_documented_and_what_is_documented_is_written(scrip
 # ---- The log -------------------------------------------------------------------------------------
 def open_log(folder, resume_step: int = 0, **config) -> RunLog:
     flags = {"output_dir": str(folder), "metric_for_best_model": None, "num_generations": 2}
+    flags["max_steps"] = 9
     return RunLog(Accelerator(cpu=True), flags | config, resume_step)
 
 
