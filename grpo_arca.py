@@ -1003,7 +1003,7 @@ def sample_tokens(
 
     # Find the first token whose cumulative probability exceeds the uniform's share of the total. A
     # uniform is at most 1 - 2^-24, so that is less than the total: no impossible token is picked.
-    # In fp32 the sums would lose what the last of many tokens add. For NaN logits it is the last.
+    # In fp32 the sums would lose what the last of many tokens add. NaN logits give the last token.
     cdf = kept_logp.exp().cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).clamp(
         max=logits.shape[1] - 1
@@ -1467,8 +1467,8 @@ def run_to_the_end(args: Args) -> None:
 
 if __name__ == "__main__":
     if "ACCELERATE_MIXED_PRECISION" in os.environ:
-        # `accelerate launch` passes no SIGTERM on. So the kernel shall send one when it has ended:
-        # 1 is PR_SET_PDEATHSIG.
+        # `accelerate launch` passes no SIGTERM on, so the kernel is asked to send one when it has
+        # ended: 1 is PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*gradient_checkpointing")  # PEFT causes it in transformers

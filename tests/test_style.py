@@ -12,9 +12,9 @@ import pytest
 from support import ROOT, SCRIPTS
 
 BUDGET = {  # pattern of files: statements they may have in all, docstrings not counted
-    "grpo_arca.py": 785,
-    "grpo_strace.py": 790,
-    "grpo_oar.py": 960,
+    "grpo_arca.py": 715,
+    "grpo_strace.py": 725,
+    "grpo_oar.py": 895,
     "common/**/*.py": 960,
     "methods/**/*.py": 320,
     "tools/**/*.py": 840,
