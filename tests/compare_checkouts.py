@@ -1,6 +1,6 @@
-"""Compares the numbers of this checkout with those of 5891383, bit by bit.
+"""Compares the numbers of this checkout with those of 362cd04, bit by bit.
 
-    git worktree add ../before 5891383
+    git worktree add ../before 362cd04
     python tests/compare_checkouts.py ../before [case ...]
 
 Both run the same cases from the same seed. All metrics but times and memory must be equal, and so
@@ -48,6 +48,7 @@ def cases() -> dict[str, tuple[str, str]]:
         "top_p": f"{SHORT} --top_p 0.9 --temperature 0.8",
         "right_only": f"{SHORT} --negative_weight 0 --skip_zero_gradient True",
         "two_processes": f"{LONG}",
+        "resampled": f"{SHORT} --max_resample_times 2",
         "start_adapter": f"{SHORT} --beta 0.05",
         "checkpointed": f"{SHORT} --gradient_checkpointing True --rollout_weights quantized",
     }
@@ -62,14 +63,12 @@ def run(checkout: Path, name: str, script: str, flags: str) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, f"{script}.py", *flags.split(), "--output_dir", str(folder)]
-    if "--beta" in flags and not is_other:
-        command += ["--use_bias_correction_kl", "False"]
     if name == "two_processes":
         launch = f"{sys.executable} -m accelerate.commands.launch --multi_gpu --num_processes 2"
         command[:1] = launch.split()
     if name == "start_adapter":
         adapter = checkout / "runs/compare_checkouts/default_run/adapter"
-        command += ["--model_name_or_path" if is_other else "--start_adapter", str(adapter)]
+        command += ["--start_adapter", str(adapter)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode != 0:

@@ -1,6 +1,7 @@
 """Makes a whole script of a credit method, beside grpo_arca.py.
 
     python tools/fork.py methods/entropy_mask.py      # writes grpo_entropy_mask.py
+    python tools/fork.py --scripts                    # takes a change of grpo_arca.py to the others
 
 The script is grpo_arca.py with another docstring and other CREDIT regions. So it trains, resumes
 and diffs like every grpo_*.py, and its runs and cards have the method's name. To change the method,
@@ -87,13 +88,31 @@ def fork(method: Path) -> str:
     return "".join(arca)
 
 
+def with_arcas_trainer(script: str) -> str:
+    """Returns a script whose text outside its docstring and CREDIT regions is grpo_arca.py's."""
+    parts = MARK.split((ROOT / "grpo_arca.py").read_text())
+    own = MARK.split(script)
+    docstring = own[0].split('"""')[1]
+    rest = parts[0].split('"""', 2)[2]
+    parts[0] = f'"""{docstring}"""{rest}'
+    parts[2] = own[2]
+    parts[6] = own[6]
+    return "".join(parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("method", type=Path, help="its file")
-    method = parser.parse_args().method
-    (ROOT / f"grpo_{method.stem}.py").write_text(fork(method))
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("method", nargs="?", type=Path, help="its file")
+    what.add_argument("--scripts", action="store_true", help="update the other two scripts")
+    options = parser.parse_args()
+    if options.scripts:
+        for path in (ROOT / "grpo_oar.py", ROOT / "grpo_strace.py"):
+            path.write_text(with_arcas_trainer(path.read_text()))
+    else:
+        (ROOT / f"grpo_{options.method.stem}.py").write_text(fork(options.method))
 
 
 if __name__ == "__main__":

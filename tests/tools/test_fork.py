@@ -10,14 +10,24 @@ from support import ROOT, TINY_RUN, command_line
 from test_style import first_difference
 
 METHODS = sorted(ROOT.glob("methods/*.py"))
+ARCA = (ROOT / "grpo_arca.py").read_text()
 
 
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
 def test_a_fork_is_grpo_arca_but_for_its_docstring_and_credit_regions(path):
     text = fork.fork(path)
-    assert first_difference((ROOT / "grpo_arca.py").read_text(), text) is None
-    assert text.startswith(path.read_text().split("\n", 1)[0])
+    assert first_difference(ARCA, text) is None
+    assert text.startswith(path.read_text().split("\n", 1)[0].removesuffix('"""'))
     assert f"\n    accelerate launch grpo_{path.stem}.py\n" in text
+
+
+@pytest.mark.parametrize("script", ["grpo_oar", "grpo_strace"])
+def test_a_change_of_the_trainer_is_taken_to_another_script_and_nothing_else(script):
+    own = (ROOT / f"{script}.py").read_text()
+    assert fork.with_arcas_trainer(own) == own
+    changed = own.replace("def collect(", "def gather(").replace("import torch\n", "")
+    assert changed != own
+    assert fork.with_arcas_trainer(changed) == own
 
 
 def made(folder, functions: str) -> dict[str, str]:
