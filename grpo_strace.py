@@ -33,8 +33,8 @@ gradient of token k has the weight sum_{t>=k} W[t,k].
 
 How to read this file: first come the flags, and the two things that all steps share, a Batch of
 completions and the Run. The method stands between the CREDIT marks. Then comes the training loop,
-`train`, and its steps: `collect`, `score` and `update`. After them come the log-probabilities of
-the Policy, and the rest is machinery: sampling, set-up, checkpoints and the command line.
+`train`, and its steps: `collect`, `score` and `update`. They are followed by the policy's
+log-probabilities. The rest is machinery: sampling, set-up, checkpoints and the command line.
 Everything outside the CREDIT marks is the same in every grpo_*.py script, but for this text.
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
@@ -88,6 +88,7 @@ from common.metrics import (
 from common.report import adapter_flags, credit_example, describe_adapter, report_run
 from common.reward import (
     ACCURACY,
+    code_digests,
     load_reward_funcs,
     log_means,
     reward_values,
@@ -259,7 +260,7 @@ class Batch:
     sampled_logp: Tensor  # [B, T] under the policy that sampled, as the decode loop computed it
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] of the completions, after what the prompts gave of an answer
+    texts: list[str]  # [B] the answers: what a prompt began, if it did, and the completion
     completion_ids: list[list[int]]  # [B] their tokens, stop tokens included
     values: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # set by `collect`
@@ -280,7 +281,7 @@ class Batch:
         """[B, T] bool: the tokens of the completions, stop tokens included."""
         return self.attention[:, self.prompt_width :]
 
-    def columns(self) -> dict[str, Any]:
+    def per_completion(self) -> dict[str, Any]:
         """Returns the tensors and lists that have an entry for each completion, by name."""
         return {
             name: value
@@ -289,19 +290,18 @@ class Batch:
         }
 
     def select(self, index: Tensor) -> Batch:
-        """Returns the completions `index`."""
+        """Returns a batch of the completions `index`."""
         part = replace(self)
-        for name, value in self.columns().items():
-            setattr(
-                part,
-                name,
-                [value[i] for i in index.tolist()] if isinstance(value, list) else value[index],
-            )
+        for name, value in self.per_completion().items():
+            if isinstance(value, list):
+                setattr(part, name, [value[i] for i in index.tolist()])
+            else:
+                setattr(part, name, value[index])
         return part
 
     def put(self, index: Tensor, part: Batch) -> None:
         """Replaces the completions `index` by those of a batch of the same widths."""
-        for name, value in self.columns().items():
+        for name, value in self.per_completion().items():
             for i, item in zip(index.tolist(), getattr(part, name), strict=True):
                 value[i] = item
 
@@ -379,11 +379,13 @@ class Run:
             lr=args.learning_rate,
             weight_decay=0.0,
         )
-        self.schedule = transformers.get_scheduler(  # number of an update, from 1 -> share of peak
+        scheduler = transformers.get_scheduler(
             args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
-        ).lr_lambdas[0]
-        self.policy, self.optimizer = self.accelerator.prepare(
-            Policy(self.model, args.temperature), optimizer
+        )
+        # Takes the number of an update, from 1, to a share of the peak rate. It has no state.
+        (self.share_of_peak_rate,) = scheduler.lr_lambdas
+        self.policy, self.optimizer = self.accelerator.prepare(  # with DDP, if there are processes
+            LogProbs(self.model, args.temperature), optimizer
         )
         # What beta keeps the policy near: the policy before training.
         self.start_weights = {
@@ -393,10 +395,11 @@ class Run:
         }
 
         # The progress.
-        self.trains = describe_adapter(self.model)
+        self.adapter_size = describe_adapter(self.model)
+        self.flags = asdict(args) | code_digests(args.reward_funcs)
         self.identity = identity_of(self)
         self.step = 0  # updates so far
-        self.groups: list[dict] = []  # examples for credit.html
+        self.page_examples: list[dict] = []  # groups of completions that credit.html shows
         self.is_updating = False
         self.is_interrupted = False  # a signal has come: end after the updates of this rollout
 
@@ -522,6 +525,7 @@ def train(run: Run) -> None:
     """Runs GRPO: collects a rollout, scores its tokens, updates the policy on it, and repeats."""
     args = run.args
     evaluate(run)
+    was_evaluated = True
     while run.step < args.max_steps:
         # Collect a rollout and score its tokens.
         former_step = run.step
@@ -534,8 +538,8 @@ def train(run: Run) -> None:
         all_micros = [micro for micros in updates for micro in micros]
         score(run, batch, all_micros, metrics)
         # credit.html shows the rollout after each evaluation, and the last one.
-        if "eval" in run.log.rows[-1] or run.step + run.updates_per_rollout >= args.max_steps:
-            run.groups += credit_example(
+        if was_evaluated or run.step + run.updates_per_rollout >= args.max_steps:
+            run.page_examples += credit_example(
                 run.tokenizer, all_micros, args.num_generations, run.step, args.system_prompt
             )
 
@@ -563,7 +567,8 @@ def train(run: Run) -> None:
         # Save a checkpoint and evaluate, where they are due.
         if run.has_reached(args.save_steps, former_step):
             save_checkpoint(run)
-        if run.has_reached(args.eval_steps or args.max_steps, former_step):
+        was_evaluated = run.has_reached(args.eval_steps or args.max_steps, former_step)
+        if was_evaluated:
             evaluate(run)
 
 
@@ -759,7 +764,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     ).item()
 
     # Take the step, unless it would put NaN into the weights.
-    learning_rate = run.args.learning_rate * run.schedule(run.step + 1)
+    learning_rate = run.args.learning_rate * run.share_of_peak_rate(run.step + 1)
     run.optimizer.param_groups[0]["lr"] = learning_rate
     is_finite = math.isfinite(total_loss + grad_norm)
     if is_finite and (grad_norm > 0 or not run.args.skip_zero_gradient):
@@ -824,11 +829,12 @@ def evaluate(run: Run) -> None:
     All evaluations use the same uniforms.
     """
     own_funcs = {name: function for name, function in run.reward_funcs.items() if function}
-    verdicts: list[Any] = []  # of each answer: kind, number of the problem, and its rewards
-    for kind, samples, funcs in (
-        ("greedy", 1, {}),
-        ("sampled", run.args.num_generations_eval, own_funcs),
-    ):
+    # The grader's own verdict comes first. Its name is empty, as no function's is.
+    verdict: dict[str, Any] = {"": None}
+    functions = {"greedy": verdict, "sampled": verdict | own_funcs}
+    samples_of = {"greedy": 1, "sampled": run.args.num_generations_eval}
+    verdicts: list[Any] = []  # of each answer: kind, number of the problem, truncated, and rewards
+    for kind, samples in samples_of.items():
         all_rows = torch.arange(len(run.held_out) * samples).view(-1, samples)
         rows = all_rows[run.accelerator.process_index :: run.accelerator.num_processes].flatten()
         if len(rows) == 0:  # there are more processes than problems
@@ -840,22 +846,28 @@ def evaluate(run: Run) -> None:
             [run.held_out[n] for n in numbers],
             row_uniforms(run.args.seed, "eval", 0, rows, run.args.max_completion_length, samples),
             run.args.per_device_eval_batch_size,
-            {"": None} | funcs,  # the grader's own verdict comes first
+            functions[kind],
             logged={},
             is_greedy=kind == "greedy",
         )
         run.log.write_completions(
             run.step, kind, batch.problems, batch.texts, batch.values[:, 0], batch.truncated
         )
-        verdicts += zip([kind] * len(rows), numbers, batch.values.tolist(), strict=True)
+        verdicts += zip(
+            [kind] * len(rows),
+            numbers,
+            batch.truncated.tolist(),
+            batch.values.tolist(),
+            strict=True,
+        )
     run.log.write(
         {"step": run.step, "eval": eval_metrics(["", *own_funcs], gather_object(verdicts))}
     )
 
 
-# ---- Policy: log-probabilities without ever building [B, T, V] -----------------------------------
-class Policy(nn.Module):
-    """The module that Accelerate wraps, so that DDP sees every training forward."""
+# ---- Log-probabilities without ever building [B, T, V] -------------------------------------------
+class LogProbs(nn.Module):
+    """The policy as what it says of a batch. Accelerate wraps it, so DDP sees training forwards."""
 
     def __init__(self, model: PeftModel, temperature: float):
         super().__init__()
@@ -978,7 +990,7 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
             )
         for parameter in bf16_parameters:
             parameter.data = parameter.data.float()
-        yield Policy(run.model, run.args.temperature)  # run.policy would autocast to bf16
+        yield LogProbs(run.model, run.args.temperature)  # run.policy would autocast to bf16
     finally:
         for layer in layers:
             vars(layer).pop("forward", None)
@@ -1333,15 +1345,15 @@ def save_checkpoint(run: Run) -> None:
         return
     unfinished = folder.with_name("unfinished-checkpoint")
     shutil.rmtree(unfinished, ignore_errors=True)
-    run.model.save_pretrained(unfinished)  # for users of PEFT
+    run.model.save_pretrained(unfinished, state_dict=run.adapter)  # for users of PEFT
     torch.save(
         {
             "step": run.step,
-            "groups": run.groups,
+            "page_examples": run.page_examples,
             "adapter": run.adapter,
             "optimizer": run.optimizer.state_dict()["state"],
             "identity": run.identity,
-            "flags": asdict(run.args),
+            "flags": run.flags,
         },
         unfinished / "state.pt",
     )
@@ -1371,9 +1383,10 @@ def resume(run: Run) -> None:
         )
     if not existing:
         return
-    if zipfile.ZipFile(existing[-1] / "state.pt").testzip() is not None:  # torch.load tests nothing
-        fail(f"{existing[-1]} is damaged: delete it")
-    state = torch.load(existing[-1] / "state.pt", map_location="cpu", weights_only=True)
+    file = existing[-1] / "state.pt"
+    if not zipfile.is_zipfile(file) or zipfile.ZipFile(file).testzip() is not None:
+        fail(f"{existing[-1]} is damaged: delete it")  # torch.load would not see a flipped bit
+    state = torch.load(file, map_location="cpu", weights_only=True)
     if (
         state["identity"] != run.identity
         or state["adapter"].keys() != run.adapter.keys()
@@ -1386,14 +1399,14 @@ def resume(run: Run) -> None:
         )
     run.accelerator.print(
         f"step {state['step']}, going on with these flags changed:",
-        {name: value for name, value in asdict(args).items() if state["flags"].get(name) != value},
+        {name: value for name, value in run.flags.items() if state["flags"].get(name) != value},
     )
 
     run.model.load_state_dict(state["adapter"], strict=False)
     # Restore the optimizer's moments, but keep the learning rate and weight decay of the flags.
     run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": state["optimizer"]})
     run.step = state["step"]
-    run.groups = state["groups"]
+    run.page_examples = state["page_examples"]
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -1436,8 +1449,8 @@ def run_to_the_end(args: Args) -> None:
     """Loads data and policy, trains, and leaves an adapter and a report, or a checkpoint."""
     run = Run(args)
     run.accelerator.print(
-        f"{args.credit} on {args.model_name_or_path}: trains {run.trains}\n{len(run.train_set)} "
-        f"problems, {len(run.held_out)} held out, into {args.output_dir}"
+        f"{args.credit} on {args.model_name_or_path}: trains {run.adapter_size}\n"
+        f"{len(run.train_set)} problems, {len(run.held_out)} held out, into {args.output_dir}"
     )
     check_model(run)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -1456,7 +1469,7 @@ def run_to_the_end(args: Args) -> None:
                 "processes have different weights or problems, or resume at different steps: put "
                 "--output_dir where all can read it"
             )
-        run.log = RunLog(run.accelerator, asdict(args) | {"trains": run.trains}, run.step)
+        run.log = RunLog(run.accelerator, run.flags | {"adapter_size": run.adapter_size}, run.step)
 
         def interrupt(number: int, frame: object) -> None:
             """Ends the run, at once or after the updates of this rollout if they have begun."""
@@ -1475,7 +1488,7 @@ def run_to_the_end(args: Args) -> None:
                     report_run(
                         run.model,
                         run.log,
-                        run.groups,
+                        run.page_examples,
                         run.held_out[0],
                         run.eos_ids.tolist(),
                         run.tokenizer,
@@ -1494,10 +1507,11 @@ def run_to_the_end(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:
-        # `accelerate launch` passes no SIGTERM on, so the kernel is asked to send one when it has
-        # ended: 1 is PR_SET_PDEATHSIG.
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    libc = ctypes.CDLL(None)
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and hasattr(libc, "prctl"):
+        # `accelerate launch` passes no SIGTERM on, so Linux is asked to send one when it has ended:
+        # 1 is PR_SET_PDEATHSIG.
+        libc.prctl(1, signal.SIGTERM)
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*gradient_checkpointing")  # PEFT causes it in transformers
     try:

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,17 +131,18 @@ def peak_memory(device: torch.device) -> float:
 
 
 def eval_metrics(
-    names: list[str], verdicts: list[tuple[str, int, list[float]]]
+    names: list[str], verdicts: list[tuple[str, int, bool, list[float]]]
 ) -> dict[str, float]:
-    """Returns the accuracies, pass@k and mean rewards of an evaluation.
+    """Returns the accuracies, pass@k, mean rewards and the truncated share of an evaluation.
 
-    The verdicts are triples: "greedy" or "sampled", the number of the problem, and what the reward
-    functions of these names gave, of which the first is the accuracy. k is 2, 4, ... and the number
-    of samples of a problem. pass@k is the unbiased 1 - C(n - c, k) / C(n, k) for c right of n
-    samples (Chen et al. 2021, arXiv 2107.03374, eq. 1). The mean rewards are those of samples.
+    A verdict has "greedy" or "sampled", the number of the problem, whether the completion is
+    truncated, and what the reward functions of these names gave, the accuracy first. k is 2, 4, ...
+    and the number of samples of a problem. pass@k is the unbiased 1 - C(n - c, k) / C(n, k) for c
+    right of n samples (Chen et al. 2021, arXiv 2107.03374, eq. 1). The mean rewards are those of
+    samples.
     """
     right: dict[str, dict[int, float]] = {"greedy": {}, "sampled": {}}  # kind -> problem -> count
-    for kind, problem, values in verdicts:
+    for kind, problem, _, values in verdicts:
         right[kind][problem] = right[kind].get(problem, 0) + values[0]
     result = {}
     problems = len(right["greedy"])
@@ -152,12 +154,13 @@ def eval_metrics(
             misses = sum(math.comb(samples - int(count), k) for count in right["sampled"].values())
             result[f"pass@{k}"] = 1 - misses / (math.comb(samples, k) * problems)
     for column, name in enumerate(names[1:], 1):
-        rewards = [values[column] for kind, _, values in verdicts if kind == "sampled"]
+        rewards = [values[column] for kind, *_, values in verdicts if kind == "sampled"]
         known = [reward for reward in rewards if not math.isnan(reward)]
         if known:
             result[f"rewards/{name}"] = sum(known) / len(known)
     if not result:
         raise ValueError("held-out problems have no answers, and no reward function judges them")
+    result["truncated_share"] = sum(truncated for _, _, truncated, _ in verdicts) / len(verdicts)
     return result
 
 
@@ -197,9 +200,9 @@ class RunLog:
     """The log of a run: its rows in memory, in metrics.jsonl and in a tracker.
 
     There is one for each update and each evaluation; a bar shows how many updates there were and
-    the last reward. config.json holds the flags and what else the
-    figures depend on. Of a run that is resumed, the rows up to the checkpoint are kept, here and in
-    completions.jsonl. Only the main process writes.
+    the last reward. config.json holds the flags and what else the figures depend on. Of a run that
+    is resumed, the rows up to the checkpoint are kept, here and in completions.jsonl, and a tracker
+    goes on from there. Only the main process writes.
     """
 
     def __init__(self, accelerator: Any, config: dict[str, Any], resume_step: int) -> None:
@@ -212,14 +215,15 @@ class RunLog:
             initial=resume_step,
             disable=not accelerator.is_main_process,
         )
-        accelerator.init_trackers(
-            "grpo",
-            {name: str(value) for name, value in config.items()},
-            {tracker: {"name": self.folder.name} for tracker in ("wandb", "trackio")},
-        )
+        run_id = uuid.uuid4().hex[:8]
         if accelerator.is_main_process:
-            with open(self.folder / "config.json", "w", encoding="utf-8") as file:
-                json.dump(config | {"environment": environment()}, file, indent=2)
+            config_file = self.folder / "config.json"
+            if resume_step > 0:  # a tracker goes on with the run that it has
+                former = json.loads(config_file.read_text(encoding="utf-8") or "{}")
+                run_id = former.get("run_id", run_id)
+            with open(config_file, "w", encoding="utf-8") as file:
+                whole = config | {"run_id": run_id, "environment": environment()}
+                json.dump(whole, file, indent=2)
             for name in ("completions.jsonl", "metrics.jsonl"):
                 self.rows = rows_until(self.folder / name, resume_step)
                 unfinished = self.folder / "unfinished.jsonl"  # a kill here must not lose the log
@@ -227,6 +231,15 @@ class RunLog:
                     "".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8"
                 )
                 unfinished.rename(self.folder / name)
+        accelerator.init_trackers(
+            "grpo",
+            {name: str(value) for name, value in config.items()},
+            {
+                "tensorboard": {"purge_step": resume_step + 1},  # hides what is made again
+                "wandb": {"name": self.folder.name, "id": run_id, "resume": "allow"},
+                "trackio": {"name": f"{self.folder.name}-{run_id}", "resume": "allow"},
+            },
+        )
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row. It is on its way to the disk when this returns."""
@@ -315,12 +328,14 @@ def environment() -> dict[str, Any]:
         text=True,
         check=False,
     )
+    path = Path("/proc/cpuinfo")  # of Linux
+    cpuinfo = path.read_text() if path.exists() else ""
     return {
         "commit": git.stdout.strip() or None,
         "versions": versions | {"python": sys.version.split()[0]},
         "hardware": {
-            "cpu": Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].split("\n")[0],
-            "cores": len(os.sched_getaffinity(0)),
+            "cpu": cpuinfo.partition("model name\t: ")[2].split("\n")[0],
+            "cores": len(os.sched_getaffinity(0)) if cpuinfo else os.cpu_count(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
         },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import importlib
 import inspect
 import json
@@ -122,6 +123,17 @@ def load_reward_funcs(
             with contained(path):
                 functions[name] = getattr(importlib.import_module(module_name), name)
     return functions, torch.tensor(weights, dtype=torch.float64)
+
+
+def code_digests(paths: list[str]) -> dict[str, str]:
+    """Returns a digest of the file that each of these reward functions has been loaded from."""
+    digests = {}
+    for path in paths:
+        file = getattr(sys.modules.get(path.rpartition(".")[0]), "__file__", None)
+        if file is not None:  # accuracy_reward has none
+            code = Path(file).read_bytes()
+            digests[f"code of {path}"] = hashlib.blake2b(code, digest_size=4).hexdigest()
+    return digests
 
 
 @contextlib.contextmanager

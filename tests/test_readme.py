@@ -27,7 +27,7 @@ PLACES = {
     "the loop with its steps ({})": "# ---- The loop",
     "Line {} ends the algorithm": "# ---- Rollout",
     "sampling ({})": "# ---- Rollout",
-    "log-probabilities ({})": "# ---- Policy",
+    "log-probabilities ({})": "# ---- Log-prob",
     "set-up ({})": "# ---- Set-up",
     "checkpoints ({})": "# ---- Checkpoints",
     "the command line ({})": "# ---- Command line",
@@ -98,6 +98,26 @@ def test_the_readmes_reward_pays_more_for_short_right_answers():
 def test_the_readmes_notebook_names_functions_that_exist():
     names = set(re.findall(r"grpo_arca\.(?!py)(\w+)", README))
     assert names == {"run_to_the_end", "parse_args"} <= vars(grpo_arca).keys()
+
+
+def test_a_method_may_read_what_contributing_says(make_run, monkeypatch):
+    """With several updates a rollout, which leave the most to read."""
+    table = TEXTS["CONTRIBUTING.md"].split("### What a method may read")[1].split("##")[0]
+    absent = set(re.findall(r"`(\w+)`", table.split("with the same fields but")[1].split("|")[0]))
+    run = make_run(num_iterations=2, beta=0.1, max_completion_length=8)
+    seen = []
+    monkeypatch.setattr(grpo_arca, "assign_credit", lambda *given: seen.append(given))
+    monkeypatch.setattr(grpo_arca, "credit_averages", lambda *_: {"x": (run.eos_ids, run.eos_ids)})
+    batch = grpo_arca.collect(run, {"seconds_rollout": 1})
+    batch.advantages += 1  # so that all have a gradient
+    micros = grpo_arca.micro_batches(run, batch)[0]
+    grpo_arca.score(run, batch, micros, {})
+    names = set(re.findall(r"micro\.(\w+)", table)) - {"bounds"}
+    assert absent == {"scores", "old_logp", "base_logp"} < names
+    (_, given, (micro, *_), _) = seen[0]
+    for name in names:
+        assert getattr(micro, name) is not grpo_arca.NOT_SET, name
+        assert (getattr(given, name) is grpo_arca.NOT_SET) == (name in absent), name
 
 
 # ---- What pages name -----------------------------------------------------------------------------

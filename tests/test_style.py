@@ -12,14 +12,14 @@ import pytest
 from support import ROOT, SCRIPTS
 
 BUDGET = {  # pattern of files: statements they may have in all, docstrings not counted
-    "grpo_arca.py": 715,
-    "grpo_strace.py": 725,
-    "grpo_oar.py": 895,
-    "common/**/*.py": 960,
-    "methods/**/*.py": 320,
-    "tools/**/*.py": 840,
+    "grpo_arca.py": 730,
+    "grpo_strace.py": 740,
+    "grpo_oar.py": 905,
+    "common/**/*.py": 985,
+    "methods/**/*.py": 370,
+    "tools/**/*.py": 960,
     "results/**/*.py": 1100,
-    "tests/**/*.py": 5400,
+    "tests/**/*.py": 5500,
 }
 MAX_PACKED = 1.0  # packed constructs per 100 lines of code
 PLAIN = sorted([*ROOT.glob("grpo_*.py"), *ROOT.glob("common/*.py")])

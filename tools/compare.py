@@ -44,7 +44,8 @@ SAME_ANYWAY = {
     "gradient_checkpointing",
     "rollout_weights",
     "cuda_graphs",
-    "trains",
+    "adapter_size",
+    "run_id",
     "environment",
 }
 

@@ -250,7 +250,7 @@ def test_the_launchers_dynamo_backend_changes_nothing(make_run, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     run = make_run()
     assert run.accelerator.state.dynamo_plugin.backend == DynamoBackend.NO
-    assert type(run.policy) is grpo_arca.Policy
+    assert type(run.policy) is grpo_arca.LogProbs
 
 
 # ---- Whole runs ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import sys
 import fork
 import pytest
 from support import ROOT, TINY_RUN, command_line
+from test_readme import METHOD as README_METHOD
 from test_style import first_difference
 
 METHODS = sorted(ROOT.glob("methods/*.py"))
@@ -19,6 +20,15 @@ def test_a_fork_is_grpo_arca_but_for_its_docstring_and_credit_regions(path):
     assert first_difference(ARCA, text) is None
     assert text.startswith(path.read_text().split("\n", 1)[0].removesuffix('"""'))
     assert f"\n    accelerate launch grpo_{path.stem}.py\n" in text
+
+
+def test_the_readmes_method_may_stay_among_the_methods(tmp_path):
+    """CONTRIBUTING's first step puts it there: what is checked of methods/ holds for it, too."""
+    path = tmp_path / "mine.py"
+    path.write_text(README_METHOD)
+    test_a_fork_is_grpo_arca_but_for_its_docstring_and_credit_regions(path)
+    for check in (["check", "--config", ROOT / "pyproject.toml"], ["format", "--check"]):
+        subprocess.run([sys.executable, "-m", "ruff", *check, path], check=True)
 
 
 @pytest.mark.parametrize("script", ["grpo_oar", "grpo_strace"])

@@ -244,4 +244,4 @@ def test_the_launchers_compiler_is_off(make_run, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     run = make_run()
     assert run.accelerator.state.dynamo_plugin.backend.value == "NO"
-    assert isinstance(run.policy, grpo_arca.Policy)
+    assert isinstance(run.policy, grpo_arca.LogProbs)

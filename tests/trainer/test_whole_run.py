@@ -98,7 +98,7 @@ def test_the_adapters_card_answers_as_the_run_did(run_main, rows_of, tmp_path, k
     assert code == 0, errors
     trains = "8 of 29 linear layers, 28,672 of "
     assert f": trains {trains}" in said
-    assert json.loads((tmp_path / "out/config.json").read_text())["trains"].startswith(trains)
+    assert json.loads((tmp_path / "out/config.json").read_text())["adapter_size"].startswith(trains)
     assert rows_of()[0]["grad_norm"] > 0
     answer = last_greedy_answer(tmp_path / "out")
     if kind.startswith("quantized"):

@@ -1,0 +1,229 @@
+"""What once went on silently wrong, or lost finished work, is refused or right."""
+
+import ctypes
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from safetensors.torch import load_file
+from support import ROOT, TINY, VARIETY, outcome, random_batch, refusal, unscored
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, get_scheduler
+
+import grpo_arca
+from common.metrics import environment
+
+GO_ON = {"resume_from_checkpoint": "latest"}
+LAYERS = 28  # of the tiny policy's adapter
+
+
+# ---- A signal while the adapter is not in its place ----------------------------------------------
+@pytest.fixture(scope="module")
+def switched(make_run, tmp_path_factory):
+    """A run, and what its adapter's 56 matrices are."""
+    run = make_run(output_dir=tmp_path_factory.mktemp("switched"), beta=0.1)
+    weights = {name: p.clone() for name, p in run.model.named_parameters() if "lora_" in name}
+    assert len(weights) == 2 * LAYERS
+    return run, weights
+
+
+def check_saved(run, weights: dict, step: int) -> None:
+    """Saves a checkpoint as an ending run does, and checks that the whole adapter is in it."""
+    run.step = step
+    grpo_arca.save_checkpoint(run)
+    folder = Path(run.args.output_dir, f"checkpoint-{step}")
+    for_peft = load_file(folder / "adapter_model.safetensors")
+    state = torch.load(folder / "state.pt", weights_only=True)["adapter"]
+    assert state.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(state[name], weight), name
+        assert torch.equal(for_peft[name.replace(".default", "")], weight), name
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_signal_at_any_layer_of_a_switch_saves_the_whole_adapter(switched, monkeypatch, layer):
+    """While PEFT turns the adapter on again."""
+    run, weights = switched
+    enable = LoraLayer.enable_adapters
+    calls = []
+
+    def interrupted(self, enabled):
+        calls.append(enabled)
+        if calls.count(True) == layer + 1:
+            raise KeyboardInterrupt
+        enable(self, enabled)
+
+    monkeypatch.setattr(LoraLayer, "enable_adapters", interrupted)
+    with pytest.raises(KeyboardInterrupt), run.model.disable_adapter():
+        pass
+    monkeypatch.undo()
+    check_saved(run, weights, layer + 1)
+    for module in run.model.modules():
+        if isinstance(module, LoraLayer):
+            module.enable_adapters(True)
+
+
+@pytest.mark.parametrize("matrix", [1, 2, 30, 2 * LAYERS])
+def test_a_signal_while_the_reference_is_put_in_saves_the_trained_adapter(
+    switched, monkeypatch, matrix
+):
+    """torch.func.functional_call swaps weights, and after an interrupt it does not swap back."""
+    run, weights = switched
+    batch = unscored(random_batch())
+    swap = NamedMemberAccessor.swap_tensor
+    calls = []
+
+    def interrupted(*arguments, **keywords):
+        calls.append(arguments)
+        if len(calls) == matrix:
+            raise KeyboardInterrupt
+        return swap(*arguments, **keywords)
+
+    monkeypatch.setattr(NamedMemberAccessor, "swap_tensor", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        grpo_arca.score(run, batch, [batch], {})
+    check_saved(run, weights, 100 + matrix)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(make_run, tmp_path):
+    run = make_run(output_dir=tmp_path)
+    run.step = 1
+    grpo_arca.save_checkpoint(run)
+    path = tmp_path / "checkpoint-1/state.pt"
+    state = torch.load(path, weights_only=True)
+    state["adapter"].popitem()
+    torch.save(state, path)
+    other = make_run(output_dir=tmp_path, **GO_ON)
+    assert "layers of the adapter" in refusal(lambda: grpo_arca.resume(other))
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+def test_processes_with_other_problems_or_weights_do_not_train_together(run_main, monkeypatch):
+    """The other process finds the same step here, but not the same data."""
+
+    def gather(own):
+        return [own[0], ("another", *own[0][1:])] if isinstance(own[0], tuple) else own * 2
+
+    monkeypatch.setattr(grpo_arca, "gather_object", gather)
+    code, _, said = run_main(max_steps=0)
+    assert code == 1
+    assert "processes have different weights or problems" in said
+
+
+def test_an_error_between_two_updates_of_a_rollout_leaves_what_can_be_followed(
+    run_main, tmp_path, monkeypatch
+):
+    (tmp_path / "variety.py").write_text(VARIETY)
+    flags = {"max_steps": 6, "num_iterations": 2, "reward_funcs": "variety.pay"}
+    flags |= {"save_steps": 2, "eval_steps": 2}
+    assert run_main(**flags)[0] == 0
+    whole = outcome(tmp_path)
+    (tmp_path / "out").rename(tmp_path / "undisturbed")
+    write = grpo_arca.RunLog.write
+
+    def full_disk(self, row):
+        if row["step"] == 3:
+            raise OSError(28, "No space left on device")
+        write(self, row)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(grpo_arca.RunLog, "write", full_disk)
+        run_main(**flags)
+    assert [path.name for path in grpo_arca.checkpoints("out")] == ["checkpoint-2"]
+    assert run_main(**flags, **GO_ON)[0] == 0
+    assert outcome(tmp_path) == whole
+
+
+def test_a_tracker_goes_on_with_its_run_from_the_step_of_the_checkpoint(
+    run_main, tmp_path, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(
+        grpo_arca.Accelerator, "init_trackers", lambda *arguments: seen.append(arguments[3])
+    )
+    assert run_main(max_steps=2, save_steps=1)[0] == 0
+    assert run_main(max_steps=3, save_steps=1, **GO_ON)[0] == 0
+    monkeypatch.chdir(tmp_path)
+    assert run_main(max_steps=0, output_dir="other")[0] == 0
+    first, second, other = seen
+    assert first["tensorboard"] == {"purge_step": 1}
+    assert second["tensorboard"] == {"purge_step": 3}  # 1 and 2 stay
+    assert first["wandb"] == second["wandb"] and first["trackio"] == second["trackio"]
+    assert first["wandb"]["resume"] == first["trackio"]["resume"] == "allow"
+    assert other["wandb"]["id"] != first["wandb"]["id"]
+
+
+def test_a_reward_module_that_has_changed_is_said(run_main, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "variety", raising=False)
+    (tmp_path / "variety.py").write_text(VARIETY)
+    flags = {"reward_funcs": "variety.pay", "save_steps": 1}
+    assert run_main(max_steps=1, **flags)[0] == 0
+    assert "code of" not in run_main(max_steps=2, **flags, **GO_ON)[1]
+    (tmp_path / "variety.py").write_text(VARIETY + "\n")
+    said = run_main(max_steps=3, **flags, **GO_ON)[1]
+    assert "going on with these flags changed" in said and "'code of variety.pay': '" in said
+
+
+# ---- Numbers -------------------------------------------------------------------------------------
+def test_large_rewards_keep_their_differences():
+    """20000001 is no float32. The deviation of four ones and four zeros is (2 / 7) ** 0.5."""
+    values = torch.tensor([20000002.0] * 4 + [20000001.0] * 4, dtype=torch.float64).view(1, 8, 1)
+    weights = torch.ones(1, dtype=torch.float64)
+    advantages = grpo_arca.aggregated_advantages(grpo_arca.parse_args([]), values, weights)
+    expected = 0.5 / ((2 / 7) ** 0.5 + 1e-4)
+    assert expected == pytest.approx(0.935, abs=5e-4)
+    torch.testing.assert_close(advantages[0], torch.tensor([expected] * 4 + [-expected] * 4))
+
+
+def test_the_schedule_is_one_update_ahead_of_trls(make_run):
+    """Whose first update has a rate of 0 after a warm-up; docs/trl.md says so."""
+    for kind in ("cosine", "linear"):
+        run = make_run(lr_scheduler_type=kind, warmup_steps=10, max_steps=40)
+        theirs = get_scheduler(kind, torch.optim.SGD([torch.zeros(1)], 1.0), 10, 41)
+        for update in range(41):
+            rate = theirs.get_last_lr()[0]
+            assert rate == pytest.approx(run.share_of_peak_rate(update), abs=1e-9)
+            theirs.optimizer.step()
+            theirs.step()
+        assert run.share_of_peak_rate(1) == pytest.approx(0.1)
+    page = " ".join((ROOT / "docs/trl.md").read_text().split())
+    assert "one update ahead of TRL's" in page
+
+
+def test_arca_refuses_an_adapter_that_moves_no_hidden_state(make_run, tmp_path):
+    config = Qwen3Config(
+        vocab_size=448, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
+    flags = {"lora_target_modules": "lm_head", "load_in_4bit": False, "dtype": "float32"}
+    run = make_run(model=str(tmp_path), **flags)
+    batch = unscored(random_batch())
+    for credit in ("arca", "random", "shuffled"):
+        run.args.credit = credit
+        sentence = refusal(lambda: grpo_arca.token_scores(run, batch, {}))
+        assert "which an adapter of the head never moves" in sentence
+    run.args.credit = "divergence"  # of log-probs, which it does move
+    assert grpo_arca.token_scores(run, batch, {})[batch.mask].max() > 0
+
+
+# ---- A system that is no Linux -------------------------------------------------------------------
+def test_what_only_linux_has_ends_no_run(monkeypatch, capsys):
+    """Nothing is promised there; this is simulated."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda self: str(self) != "/proc/cpuinfo" and exists(self))
+    assert environment()["hardware"]["cores"] == os.cpu_count()
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr(sys, "argv", ["grpo_arca.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "grpo_arca.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert "--model_name_or_path" in capsys.readouterr().out
