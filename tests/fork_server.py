@@ -11,6 +11,7 @@ have further keys:
     "lines"    ... and has so many lines ...
     "after"    ... and so many seconds have passed since then
     "needs"    the folder of another case, after whose end this one starts
+    "env"      variables of its environment
 
 Imports take six seconds and a run of two tiny steps about two, so a process for each case would
 spend most of its time on imports.
@@ -45,6 +46,7 @@ def run_here(case: dict) -> int:
     """Runs a command in this fork, and returns its exit code, as the interpreter would give it."""
     os.setsid()  # so that its grading workers can be stopped with it
     os.chdir(case["folder"])
+    os.environ.update(case.get("env", {}))
     for fd, name in ((0, os.devnull), (1, "stdout.txt"), (2, "stderr.txt")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), fd)
     for number in (signal.SIGINT, signal.SIGHUP):
