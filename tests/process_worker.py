@@ -1,21 +1,16 @@
 """Is one process of test_processes.py: the same rollouts and gradients, however they are split.
 
-    accelerate launch --multi_gpu --num_processes 2 tests/process_worker.py FILE
-
 One start does all scripts, credit methods of every kind, and loss types. The main process writes to
-FILE what each case leaves, by its flags. The steps are the trainer's own: `collect`, `score` and
-`update`.
+records.pt what each case leaves, by its flags. The steps are the trainer's own: `collect`, `score`
+and `update`.
 """
 
 import importlib
 import os
-import sys
 from typing import Any
 
 import torch
-from support import few_chains, randomize_adapter
-
-import common.data
+from support import randomize_adapter
 
 LOSSES = ("grpo", "dapo", "dr_grpo")
 SPLITS = {1: (8, 1), 2: (2, 2)}  # processes: batch size, accumulation; 8 completions an update
@@ -80,8 +75,6 @@ def run_case(module, run, gradients: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    common.data.chain_problems = few_chains
     size, accumulation = SPLITS[int(os.environ.get("WORLD_SIZE", "1"))]
     split = f"--per_device_train_batch_size {size} --gradient_accumulation_steps {accumulation} "
     split += f"--steps_per_generation {2 * accumulation} "
@@ -96,7 +89,7 @@ def main() -> None:
             run.args = module.parse_args(f"{split} {FLAGS} {case}".split())
             results[f"{script} {case}"] = run_case(module, run, gradients)
     if run.accelerator.is_main_process:
-        torch.save(results, sys.argv[1])
+        torch.save(results, "records.pt")
     run.accelerator.wait_for_everyone()
     run.accelerator.end_training()
 

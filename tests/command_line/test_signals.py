@@ -137,11 +137,10 @@ def updates(tmp_path: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 1), (signal.SIGKILL, 2)])
-def test_a_run_ends_with_a_checkpoint_when_its_launcher_ends(tmp_path, number, processes):
+def test_a_run_ends_with_a_checkpoint_when_its_launcher_is_killed(tmp_path):
     """`accelerate launch` passes no signal on; a worker left behind would train for ever."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    launch += ["--num_processes", str(processes), *["--multi_gpu"] * (processes > 1)]
+    launch += ["--num_processes", "2", "--multi_gpu"]
     command = [*launch, str(ROOT / "grpo_arca.py"), *command_line(ENDLESS)]
     launcher = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
     workers: list[psutil.Process] = []
@@ -151,8 +150,8 @@ def test_a_run_ends_with_a_checkpoint_when_its_launcher_ends(tmp_path, number, p
             assert time.monotonic() < deadline
             time.sleep(0.1)
         workers = psutil.Process(launcher.pid).children()
-        assert len(workers) == processes
-        launcher.send_signal(number)
+        assert len(workers) == 2
+        launcher.kill()
         launcher.wait(60)
         _, alive = psutil.wait_procs(workers, timeout=120)
     finally:

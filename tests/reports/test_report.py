@@ -2,14 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 import warnings
 from unittest import mock
 
 import pytest
 import tqdm.std
-from support import ROOT, TINY, TINY_RUN, command_line, few_chains, metrics_of
+from support import ROOT, TINY, few_chains, metrics_of
 
 import grpo_arca
 from common import report
@@ -83,14 +81,3 @@ def test_curves_are_those_of_the_log(tmp_path, monkeypatch):
     assert bold.get_ydata().tolist() == pytest.approx(smooth)
     for key in re.findall(r"'([a-z_/]+)'", str([*report.PANELS.values()])):
         assert f"| `{key.replace('accuracy_reward', '<function>')}` |" in METRICS
-
-
-@pytest.mark.slow
-def test_the_terminal_shows_no_librarys_warnings(tmp_path):
-    """Nor bars of theirs: but for ours, a whole run says nothing on standard error."""
-    flags = command_line(TINY_RUN | {"output_dir": tmp_path / "out"})
-    command = [sys.executable, ROOT / "grpo_arca.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    said = [line for line in re.split("[\r\n]", done.stderr) if line.strip()]
-    assert [line for line in said if "/3 [" not in line] == []

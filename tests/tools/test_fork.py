@@ -1,12 +1,14 @@
 """tools/fork.py: a method's file becomes a whole script, which has the method's name everywhere."""
 
+import importlib
 import json
 import subprocess
 import sys
 
+import conftest
 import fork
 import pytest
-from support import ROOT, TINY_RUN, command_line
+from support import ROOT
 from test_readme import METHOD as README_METHOD
 from test_style import first_difference
 
@@ -65,13 +67,15 @@ def test_a_fork_has_what_the_method_uses_and_not_what_it_does_not(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fork_trains_and_is_named_logged_and_carded_by_its_own_name(tmp_path):
+def test_a_fork_trains_and_is_named_logged_and_carded_by_its_own_name(
+    run_main, monkeypatch, tmp_path
+):
     (tmp_path / "common").symlink_to(ROOT / "common")
     script = tmp_path / "grpo_entropy_mask.py"
     script.write_text(fork.fork(ROOT / "methods/entropy_mask.py"))
-    command = [sys.executable, script, *command_line(TINY_RUN | {"max_steps": 2})]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(conftest, "grpo_arca", importlib.import_module(script.stem))
+    assert run_main(output_dir="", max_steps=1)[0] == 0
     out = tmp_path / "runs/grpo_entropy_mask-entropy_mask-1"
     config = json.loads((out / "config.json").read_text())
     assert config["credit"] == "entropy_mask"

@@ -64,11 +64,13 @@ def test_the_cells_run_from_top_to_bottom(tmp_path):
     (tmp_path / "oracle.py").write_text(blocks[1])
     changes = {
         'Path("runs/tour")': f"Path({str(tmp_path / 'tour')!r})",
-        '"--output_dir", str(FOLDER)': '"--output_dir", str(FOLDER), "--max_eval_samples", "8"',
+        '"--output_dir", str(FOLDER)': '"--output_dir", str(FOLDER), "--max_eval_samples", "8", '
+        '"--per_device_train_batch_size", "8"',
         "train_until(10)": "train_until(3)",
         "(15, 30, 45)": "(4, 5)",
         '"grpo_arca.py --credit surprisal"]': f"{str(tmp_path / 'oracle.py')!r}]",
-        '"--batches", "32"': '"--batches", "4"',
+        '"--batches", "32"': '"--batches", "4", "--processes", "1"',
+        'f"{FOLDER}/worth"]': 'f"{FOLDER}/worth", "--", "--per_device_train_batch_size", "4"]',
     }
     for old, new in changes.items():
         assert script.count(old) == 1, old

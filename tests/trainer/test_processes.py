@@ -7,36 +7,56 @@ differences of nearly equal distributions, where rounding counts for more.
 """
 
 import json
-import os
-import subprocess
-import sys
+import socket
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from process_worker import CASES, LOSSES
 from safetensors.torch import load_file
-from support import ROOT, TINY_RUN, VARIETY, command_line, refusal
+from support import ROOT, TINY_RUN, VARIETY, command_line, refusal, run_forks, stderr_of
 
 # Times, memory, and tokens computed, of which some are padding: beginnings of names
 UNEQUAL = ("seconds", "tokens_per_second", "peak_memory", "reward_timeouts", "credit_")
+WORKER = str(ROOT / "tests/process_worker")
+TRAINING = TINY_RUN | {
+    "max_steps": 2, "max_completion_length": 48, "reward_funcs": "variety.pay",
+    "max_eval_samples": 1, "beta": 0.05, "output_dir": "../out",
+}  # fmt: skip
 
 
-def launch(processes: int, *command: str, cwd=ROOT) -> None:
-    """Runs a command of Python on so many processes, which use gloo where there is no GPU."""
-    launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    launcher += ["--main_process_port", "0"]
-    if processes > 1:
-        launcher.append("--multi_gpu")
-    done = subprocess.run(
-        [sys.executable, *launcher, *command],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+def processes_of(folder: Path, count: int, script: str, flags: dict) -> list[dict]:
+    """Returns the cases of a script on so many processes, as `accelerate launch` starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    cases = []
+    for rank in map(str, range(count)):
+        (folder / rank).mkdir(parents=True)
+        (folder / rank / "variety.py").write_text(VARIETY)
+        case = {"folder": str(folder / rank), "script": script, "argv": command_line(flags)}
+        if count > 1:
+            case["env"] = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            }  # fmt: skip
+        cases.append(case)
+    return cases
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    """The folder of both scripts' runs on one process and on two, which use gloo."""
+    at = tmp_path_factory.mktemp("processes")
+    cases = []
+    for count, size, accumulation in ((1, 4, 4), (2, 8, 1)):
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        cases += processes_of(at / f"worker-{count}", count, WORKER, {})
+        cases += processes_of(at / f"run-{count}", count, "grpo_arca", TRAINING | sizes)
+    for case, code in zip(cases, run_forks(at, cases), strict=True):
+        assert code == "0", stderr_of(Path(case["folder"]))
+    return at
 
 
 def check_is_telling(name: str, record: dict) -> None:
@@ -53,13 +73,8 @@ def check_is_telling(name: str, record: dict) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_updates_of_one(tmp_path):
-    records = []
-    for processes in (1, 2):
-        path = str(tmp_path / f"{processes}.pt")
-        launch(processes, "tests/process_worker.py", path)
-        records.append(torch.load(path))
-    one, two = records
+def test_two_processes_make_the_updates_of_one(ran):
+    one, two = (torch.load(ran / f"worker-{count}/0/records.pt") for count in (1, 2))
     assert len(one) == sum(map(len, CASES.values()))
     for name, whole in one.items():
         check_is_telling(name, whole)
@@ -76,21 +91,14 @@ def test_two_processes_make_the_updates_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_two_processes_is_the_run_on_one(tmp_path):
+def test_a_run_on_two_processes_is_the_run_on_one(ran):
     """The same samples and evaluations, and after two updates nearly the same adapter.
 
     There is one held-out problem, so the second process has none to evaluate.
     """
-    (tmp_path / "variety.py").write_text(VARIETY)
-    flags = TINY_RUN | {"max_steps": 2, "max_completion_length": 48, "reward_funcs": "variety.pay"}
-    flags |= {"max_eval_samples": 1, "beta": 0.05}
     rows = []
     adapters = []
-    for processes, size, accumulation in ((1, 4, 4), (2, 8, 1)):
-        out = tmp_path / str(processes)
-        flags |= {"output_dir": out, "per_device_train_batch_size": size}
-        flags |= {"gradient_accumulation_steps": accumulation}
-        launch(processes, str(ROOT / "grpo_arca.py"), *command_line(flags), cwd=tmp_path)
+    for out in (ran / "run-1/out", ran / "run-2/out"):
         rows.append([json.loads(line) for line in (out / "metrics.jsonl").open()])
         adapters.append(load_file(out / "adapter/adapter_model.safetensors"))
     one, two = rows
