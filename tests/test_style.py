@@ -16,7 +16,7 @@ BUDGET = {  # pattern of files: statements they may have in all, docstrings not 
     "grpo_strace.py": 725,
     "grpo_oar.py": 895,
     "common/**/*.py": 960,
-    "methods/**/*.py": 320,
+    "methods/**/*.py": 370,
     "tools/**/*.py": 840,
     "results/**/*.py": 1100,
     "tests/**/*.py": 5400,
