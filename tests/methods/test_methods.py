@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import fork as fork_tool
 import numpy as np
@@ -41,7 +42,7 @@ def credited(name: str, **flags) -> tuple:
     """Returns a run, its rollout of two groups of four, and its micro-batches with their credit.
 
     Completion 7 has no advantage and is in no micro-batch. The methods that would ask the policy
-    what it does when it knows the answer get noise instead.
+    for more than log-probs, such as what it does when it knows the answer, get noise instead.
     """
     batch = random_batch(load(name))
     batch.sampled_logp = 3 * batch.old_logp
@@ -57,12 +58,21 @@ def credited(name: str, **flags) -> tuple:
         update_size=8,
         accelerator=SimpleNamespace(reduce=lambda sums, reduction: sums),
     )
+    if name == "otb":
+        batch.scores = batch.scores.abs()
     micros = [batch.select(torch.tensor(rows)) for rows in ([0, 2, 5], [1, 3, 4, 6])]
     for micro in micros:
-        if name not in ("oppo", "rlsd"):
+        if name not in ("oppo", "rlsd", "cepo", "otb"):
             micro.scores = load(name).token_scores(run, micro, {}) * micro.mask
-    load(name).assign_credit(run, batch, micros, {})
+    assign(name, run, batch, micros)
     return run, batch, micros
+
+
+def assign(name: str, run, batch, micros) -> None:
+    """Runs assign_credit. Of CEPO, a policy that is told a wrong answer gives entropies."""
+    told = {"new": lambda run, micro, answers: micro.entropy, "create": True}
+    with mock.patch.object(load(name), "told_logp", **told):
+        load(name).assign_credit(run, batch, micros, {})
 
 
 def rows_of(*micros) -> list[SimpleNamespace]:
@@ -103,6 +113,30 @@ def rlsd(row, rows):
     return 0.75 + 0.25 * np.exp(np.sign(row.advantage) * row.scores).clip(0.8, 1.2)
 
 
+def cepo(row, rows):
+    return 0.5 + 0.5 * np.exp(np.sign(row.advantage) * (row.scores - row.entropy)).clip(0.8, 1.2)
+
+
+def gtpo(row, rows):
+    return 1 + 0.3 * (row.entropy / np.concatenate([x.entropy for x in rows]).mean() - 1)
+
+
+def delight(row, rows):
+    return 1 / (1 + np.exp(row.advantage * row.sampled_logp / 0.5))
+
+
+def otb(row, rows):
+    credit = []
+    for t in range(len(row.scores)):
+        alive = [x for x in rows if x.group == row.group and len(x.scores) > t]
+        voters = [x for x in alive if x.advantage != 0]  # the others are not trained on
+        baseline = np.average(
+            [x.advantage for x in voters], weights=[x.scores[: t + 1].sum() for x in voters]
+        )
+        credit.append(row.advantage - (baseline if len(alive) > 1 else 0))
+    return np.array(credit)
+
+
 def oppo(row, rows):
     mean = np.mean([x.reward for x in rows if x.group == row.group])
     change = np.diff(1 / (1 + np.exp(-np.cumsum([np.log(mean / (1 - mean)), *row.scores]))))
@@ -117,6 +151,10 @@ def oppo(row, rows):
         ("entropy_mask", entropy_mask, {}),
         ("rlsd", rlsd, {"rlsd_lambda_decay_steps": 10}),
         ("oppo", oppo, {}),
+        ("cepo", cepo, {}),
+        ("gtpo", gtpo, {"entropy_weight": 0.3}),
+        ("delight", delight, {"delight_eta": 0.5}),
+        ("otb", otb, {}),
     ],
 )
 def test_credit_is_the_formula_and_weights_are_its_shares(name, formula, flags):
@@ -180,6 +218,84 @@ def test_delta_needs_both_sides_and_stare_a_surprise_and_oppo_a_judgement():
     micros[1].advantages[2:] = 0.0  # of that group
     load("oppo").assign_credit(run, batch, micros, {})
     assert (micros[1].credit[2:] == 0).all() and micros[1].credit[:2].any()
+
+
+def test_otb_has_no_baseline_where_nobody_votes_and_none_that_a_missing_reward_moves():
+    run, batch, micros = credited("otb")
+    batch.advantages = torch.tensor([1.0, -1, 0, 0, 0, 0, 0, 0])  # the others had no reward, say
+    batch.attention[:] = True
+    micros = [batch.select(torch.tensor([0, 1])), batch.select(torch.tensor([4]))]
+    micros[0].scores = torch.tensor([0.0, 0.2, 0.0])[:, None].T.repeat(2, 4)  # a token was certain
+    micros[0].scores[1] *= 3
+    micros[1].scores = torch.zeros(1, 12)
+    assign("otb", run, batch, micros)
+    # W is 0 for the first token, and after it .2 to .6 and so on: always 1 to 3.
+    expected = torch.tensor([[1.0] + 11 * [1.5], [-1.0] + 11 * [-0.5]])
+    torch.testing.assert_close(micros[0].credit, expected)
+    assert (micros[1].credit == 0).all()
+
+
+def test_gtpo_leaves_a_rollout_alone_whose_tokens_were_all_certain():
+    run, batch, micros = credited("gtpo")
+    for part in (batch, *micros):
+        part.entropy = torch.zeros_like(part.entropy)
+    for micro in micros:
+        micro.scores = micro.entropy
+    assign("gtpo", run, batch, micros)
+    assert all(torch.equal(micro.credit, micro.mask.float()) for micro in micros)
+
+
+@torch.no_grad()
+def test_otb_sums_the_squared_gradient_of_the_log_prob_by_the_logits(make_run):
+    run = make_run(load("otb"), temperature=0.7)
+    batch = sample(run, problems_of(run), fixed_uniforms(4, 24))
+    energies = load("otb").token_scores(run, batch, {})
+    for i, tokens in enumerate(batch.completion_ids):
+        ids = torch.tensor([[*batch.problems[i].prompt_ids, *tokens]])
+        logits = run.model(input_ids=ids).logits[0, -len(tokens) - 1 : -1].double()
+        p = (logits / 0.7).softmax(-1)
+        expected = 1 - 2 * p[range(len(tokens)), tokens] + p.square().sum(-1)
+        torch.testing.assert_close(
+            energies[i, : len(tokens)].double(), expected, rtol=1e-4, atol=1e-6
+        )
+
+
+@torch.no_grad()
+def test_cepo_compares_with_the_answer_of_the_worst_completion(make_run):
+    """The truth is transformers' model. A reward may be missing, a completion without a box."""
+    cepo = load("cepo")
+    run = make_run(cepo)
+    problems = [p._replace(answer="78") for p in problems_of(run, 12)]
+    batch = sample(run, problems, fixed_uniforms(12, 24))
+    batch.rewards = torch.tensor([1, torch.nan, 0, 0, 1, 0.4, 0.2, 1, 0, 1, 1, 1])
+    batch.advantages = torch.tensor([1.0, 0, -1, -1, 1, -1, -1, 1, -1, 1, 1, 1])
+    batch.texts = ["x"] * 12
+    batch.texts[2] = r"\boxed{41}. No, it is \boxed{42}"
+    batch.texts[3] = r"\boxed{43}"  # no worse than the one before
+    batch.texts[6] = "so " * 40  # cut off before its answer
+    batch.texts[8] = ""
+    wrong = ["42"] * 4 + [("so " * 40)[:50].strip()] * 4 + ["none"] * 4
+    micros = [batch.select(torch.tensor(rows)) for rows in ([9, 2, 5, 0, 4], [3, 6, 7, 8, 10, 11])]
+    for micro in micros:
+        micro.scores = cepo.token_scores(run, micro, {})
+    cepo.assign_credit(run, batch, micros, {})
+
+    def logp(row: int, answer: str) -> torch.Tensor:
+        tokens = batch.completion_ids[row]
+        between = run.tokenizer.encode(f" {answer}", add_special_tokens=False)
+        ids = torch.tensor([[*problems[row].prompt_ids, *between, *tokens]])
+        logits = run.model(input_ids=ids).logits[0, -len(tokens) - 1 : -1]
+        return logits.log_softmax(-1)[range(len(tokens)), tokens]
+
+    for micro in micros:
+        for i, row in enumerate(micro.rows.tolist()):
+            evidence = logp(row, "78") - logp(row, wrong[row])
+            weights = (batch.advantages[row] * evidence).exp().clamp(0.8, 1.2)
+            credit = micro.credit[i, : len(evidence)]
+            torch.testing.assert_close(credit, 0.5 + 0.5 * weights, rtol=0, atol=2e-4)
+    batch.problems = [p._replace(answer="") for p in problems]
+    with pytest.raises(ValueError, match="the data has none"):
+        cepo.token_scores(run, batch, {})
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["right", "wrong"])
@@ -280,6 +396,8 @@ def test_smollm2_hears_what_it_is_told_better_than_the_embedded_policy(make_run,
         ("stare", {"amplification": 1.0, "target_entropy": 9.0}),
         ("rlsd", {"rlsd_lambda": 0.0}),
         ("entropy_mask", {"kept_share": 1.0}),
+        ("cepo", {"cepo_lambda": 0.0}),
+        ("gtpo", {"entropy_weight": 0.0}),
         ("ctpo", {}),
         ("fipo", {}),
     ],

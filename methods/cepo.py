@@ -1,0 +1,97 @@
+"""GRPO whose tokens weigh how the right answer, more than a wrong one, makes them likely: CEPO.
+
+    d_t = log pi(y_t | x, right answer, y_<t) - log pi(y_t | x, wrong answer, y_<t)
+    w_t = clip(exp(sign(A_i) * d_t), .8, 1.2)
+    A_t = A_i * (1 - l + l * w_t)                      l = .5
+
+It is RLSD with another comparison: not with a policy that is told nothing, but with one that is
+told the answer of the group's worst completion. What every answer in the prompt changes, right or
+wrong, cancels. The source is "Contrastive Evidence Policy Optimization" (arXiv 2605.19436). Code of
+its authors is public (github.com/ahmedheakl/CEPO), and this is as there: the present policy is
+told, " 42" stands between prompt and completion, and the worst completion is the first one of least
+reward, with its last box or, if it has none, the beginning of its text. Ours: of either at most 50
+characters count, the worst completion need not be below a reward of 1/2, and l does not fade. In
+their script it fades from .5 to 0 within 25 of 50 updates.
+
+It is GRPO with --cepo_lambda 0, and where it does not matter which answer is told. --credit
+shuffled gives the weights of each completion to its tokens in random order. Each token costs two
+forward passes, as many as RLSD.
+"""
+
+from typing import Literal
+
+from grpo_arca import (
+    Batch,
+    Run,
+    Tensor,
+    control_weights,
+    flag,
+    in_fp32,
+    math,
+    nn,
+    normalize,
+    replace,
+    row_uniforms,
+    torch,
+)
+
+
+class Flags:
+    # === CREDIT ===
+    credit: Literal["cepo", "shuffled"] = flag("cepo", "what weighs tokens; shuffled: a control")
+    cepo_lambda: float = flag(0.5, "share of the weights in the credit; 0 is GRPO")
+    # === END CREDIT ===
+
+
+# === CREDIT ===
+from common.answers import last_boxed
+
+
+def told_logp(run: Run, micro: Batch, answers: list[str]) -> Tensor:
+    """Returns the log-prob of each token [B, T] where an answer stands before each completion."""
+    if "" in answers:
+        raise ValueError("a policy can be told no answer where the data has none")
+    prompts = [
+        torch.tensor(
+            [*problem.prompt_ids, *run.tokenizer.encode(f" {answer}", add_special_tokens=False)],
+            device=micro.ids.device,
+        )
+        for problem, answer in zip(micro.problems, answers, strict=True)
+    ]
+    told = nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
+    informed = replace(
+        micro,
+        prompt_width=told.shape[1],
+        ids=torch.cat((told.clamp(min=0), micro.ids[:, micro.prompt_width :]), 1),
+        attention=torch.cat((told >= 0, micro.mask), 1),
+    )
+    with in_fp32(run) as policy:  # the differences are small
+        return policy(informed)[0]
+
+
+def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+    """Returns the log-prob of each token [B, T] where the policy is told the right answer."""
+    return told_logp(run, micro, [problem.answer for problem in micro.problems])
+
+
+def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
+    """Multiplies advantages by 1 - l + l * w_t, as it is."""
+    size = run.args.num_generations
+    worst = batch.rewards.nan_to_num(nan=math.inf).view(-1, size).argmin(1)  # of each group
+    for micro in micros:
+        group = torch.searchsorted(batch.rows, micro.rows) // size
+        answers = [
+            (last_boxed(text) or text)[:50].strip() or "none"
+            for text in batch.select(group * size + worst[group]).texts
+        ]
+        evidence = micro.scores - told_logp(run, micro, answers)
+        weights = (micro.advantages.sign()[:, None] * evidence).exp().clamp(0.8, 1.2)
+        micro.credit = (1 + run.args.cepo_lambda * (weights - 1)) * micro.mask
+        if run.args.credit == "shuffled":
+            length = micro.mask.shape[1]
+            uniforms = row_uniforms(run.args.seed, "credit", run.rollout, micro.rows, length, size)
+            micro.credit = control_weights("shuffled", micro.credit, micro.mask, uniforms)
+        micro.weights = normalize(micro.credit, micro.mask, 1.0)
+
+
+# === END CREDIT ===

@@ -1,0 +1,63 @@
+"""GRPO that opens a gate for rare successes and closes it for rare failures: delight.
+
+    A_t = A_i * sigmoid(A_i * s_t / eta)               s_t = -log pi(y_t), eta = 1
+
+The product A_i * s_t is called delight. A surprising token of a right completion keeps nearly all
+of its credit, one of a wrong completion loses nearly all of its blame, and a token that was certain
+keeps half of either. The source is "Delightful Policy Gradient" (arXiv 2603.14608); the paper that
+follows it, "Does This Gradient Spark Joy?" (2603.20526), leaves samples of little delight out of
+the backward pass, which is not done here. No code of their author was found. That A_i is GRPO's, with
+the group's deviation below it, is ours. Formula and eta are as in a re-implementation,
+github.com/teilomillet/retrain, which can also divide s_t by its deviation in a completion: on a
+language model that is nearly certain, most gates would otherwise be half open. pi is the policy
+that sampled; the paper's is the present one, which is the same for a rollout's first update.
+
+It is half of GRPO with an infinite --delight_eta, and where every token was certain. Adam hardly
+notices such a factor. --credit shuffled gives the gates of each completion to its tokens in random
+order.
+"""
+
+from typing import Literal
+
+from grpo_arca import (
+    Batch,
+    Run,
+    Tensor,
+    control_weights,
+    flag,
+    normalize,
+    row_uniforms,
+    torch,
+)
+
+
+class Flags:
+    # === CREDIT ===
+    credit: Literal["delight", "shuffled"] = flag("delight", "what weighs tokens; or a control")
+    delight_eta: float = flag(1.0, "the larger, the nearer all gates are to 1/2")
+    # === END CREDIT ===
+
+
+# === CREDIT ===
+def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+    """Returns the surprisal of each token [B, T]."""
+    return -micro.sampled_logp
+
+
+def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
+    """Multiplies advantages by the gates as they are."""
+    args = run.args
+    for micro in micros:
+        delight = micro.advantages[:, None] * micro.scores
+        credit = torch.sigmoid(delight / args.delight_eta) * micro.mask
+        if args.credit == "shuffled":
+            length = micro.mask.shape[1]
+            uniforms = row_uniforms(
+                args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
+            )
+            credit = control_weights("shuffled", credit, micro.mask, uniforms)
+        micro.credit = credit
+        micro.weights = normalize(credit, micro.mask, 1.0)
+
+
+# === END CREDIT ===

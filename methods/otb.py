@@ -1,0 +1,87 @@
+"""GRPO with a baseline of its own for each token, that of least variance: OTB.
+
+    W_it = sum_{j<=t} (1 - 2 p_ij + sum_v p_ij(v)^2)   squared gradient of log p by logits, summed
+    B_t  = sum_i A_i W_it / sum_i W_it                 over the group's completions that reach t
+    A_it = A_i - B_t
+
+The group's mean, GRPO's baseline, gives every completion the same vote. The baseline of least
+variance gives it to those whose gradients are long. The source is "The Optimal Token Baseline"
+(arXiv 2602.07078), and verl has it (`optimal_token_baseline`). W is verl's. There the rewards stand
+where A_i does here, and nothing is divided by a deviation. B_t is a mean of the A_i, so A_it is the
+same with --scale_rewards none, and else the same over the deviation. Where a single completion is
+left, verl has a baseline of 0, which praises what is right there and blames nothing; here it is the
+group's mean, as in GRPO. A completion that GRPO would not train on, such as one whose reward is the
+group's mean, has no part here. --negative_weight must be 1: it would move the baseline, too.
+
+It is GRPO where completions of a group have equal W, and behind the end of all others. The credit
+is signed. --credit shuffled gives the credits of each completion to its tokens in random order. The
+probabilities of all words cost one forward pass per token, half of what ARCA costs; verl takes them
+from one that it makes anyway.
+"""
+
+from typing import Literal
+
+from grpo_arca import (
+    Args,
+    Batch,
+    Run,
+    Tensor,
+    control_weights,
+    flag,
+    functools,
+    head_logits,
+    in_fp32,
+    normalize,
+    row_uniforms,
+    torch,
+)
+
+
+class Flags:
+    # === CREDIT ===
+    credit: Literal["otb", "shuffled"] = flag("otb", "what credits tokens; shuffled: a control")
+    # === END CREDIT ===
+
+
+# === CREDIT ===
+def minus_energy(policy: torch.nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Returns -|d log p / d logits|^2 [n] of tokens [n], from hidden states [n, H]."""
+    error = (head_logits(policy.model.get_base_model(), hidden) / policy.temperature).softmax(-1)
+    error[torch.arange(len(targets)), targets] -= 1
+    return -error.square().sum(-1)
+
+
+def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+    """Returns the squared length of the gradient of log p_t by the logits [B, T]."""
+    with in_fp32(run) as policy:
+        # The forward pass makes logits in chunks. It returns minus what this makes of them.
+        policy.cross_entropy = functools.partial(minus_energy, policy)
+        return policy(micro)[0]
+
+
+def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
+    """Subtracts from the advantages of a group their baseline at each position."""
+    size = run.args.num_generations
+    votes = torch.zeros_like(batch.entropy)  # [B, T] W
+    places = [torch.searchsorted(batch.rows, micro.rows) for micro in micros]
+    for micro, place in zip(micros, places, strict=True):
+        votes[place, : micro.mask.shape[1]] = micro.scores.cumsum(1) * micro.mask
+    votes = votes.unflatten(0, (-1, size))  # [groups, G, T]
+    # [groups, T]
+    baselines = (votes * batch.advantages.view(-1, size, 1)).sum(1) / votes.sum(1).clamp(min=1e-8)
+    baselines[batch.mask.unflatten(0, (-1, size)).sum(1) < 2] = 0.0  # the longest alone is left
+    for micro, place in zip(micros, places, strict=True):
+        length = micro.mask.shape[1]
+        micro.credit = (micro.advantages[:, None] - baselines[place // size, :length]) * micro.mask
+        if run.args.credit == "shuffled":
+            uniforms = row_uniforms(run.args.seed, "credit", run.rollout, micro.rows, length, size)
+            micro.credit = control_weights("shuffled", micro.credit, micro.mask, uniforms)
+        micro.weights = normalize(micro.credit.abs(), micro.mask, 1.0)
+
+
+def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the log-ratio of each token and its credit, both [B, T]."""
+    return log_ratio, micro.credit
+
+
+# === END CREDIT ===
