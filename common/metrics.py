@@ -66,7 +66,7 @@ def credit_averages(
     advantages: Tensor,
     loss_mask: Tensor,
     logp: Tensor,
-    base_logp: Tensor,
+    reference_logp: Tensor,
 ) -> Averages:
     """Returns how concentrated the weights [B, T] are in the completions with an advantage [B].
 
@@ -77,8 +77,8 @@ def credit_averages(
     averages = {}
     for name, values in weight_stats(weights, mask).items():
         averages[f"weight_{name}"] = (values.nan_to_num(0.0), values.isfinite() & has_gradient)
-    if len(base_logp) > 0:
-        log_ratio = torch.where(loss_mask, base_logp - logp, 0.0)
+    if len(reference_logp) > 0:
+        log_ratio = torch.where(loss_mask, reference_logp - logp, 0.0)
         averages["kl"] = (log_ratio.exp() - log_ratio - 1, loss_mask)
     return averages
 

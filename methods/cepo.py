@@ -31,7 +31,7 @@ from grpo_arca import (
     nn,
     normalize,
     replace,
-    row_uniforms,
+    row_draws,
     torch,
 )
 
@@ -89,8 +89,8 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         micro.credit = (1 + run.args.cepo_lambda * (weights - 1)) * micro.mask
         if run.args.credit == "shuffled":
             length = micro.mask.shape[1]
-            uniforms = row_uniforms(run.args.seed, "credit", run.rollout, micro.rows, length, size)
-            micro.credit = control_weights("shuffled", micro.credit, micro.mask, uniforms)
+            draws = row_draws(run.args.seed, "credit", run.rollout_number, micro.rows, length, size)
+            micro.credit = control_weights("shuffled", micro.credit, micro.mask, draws)
         micro.weights = normalize(micro.credit, micro.mask, 1.0)
 
 

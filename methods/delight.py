@@ -6,8 +6,8 @@ The product A_i * s_t is called delight. A surprising token of a right completio
 of its credit, one of a wrong completion loses nearly all of its blame, and a token that was certain
 keeps half of either. The source is "Delightful Policy Gradient" (arXiv 2603.14608); the paper that
 follows it, "Does This Gradient Spark Joy?" (2603.20526), leaves samples of little delight out of
-the backward pass, which is not done here. No code of their author was found. That A_i is GRPO's, with
-the group's deviation below it, is ours. Formula and eta are as in a re-implementation,
+the backward pass, which is not done here. No code of their author was found. That A_i is GRPO's,
+with the group's deviation below it, is ours. Formula and eta are as in a re-implementation,
 github.com/teilomillet/retrain, which can also divide s_t by its deviation in a completion: on a
 language model that is nearly certain, most gates would otherwise be half open. pi is the policy
 that sampled; the paper's is the present one, which is the same for a rollout's first update.
@@ -26,7 +26,7 @@ from grpo_arca import (
     control_weights,
     flag,
     normalize,
-    row_uniforms,
+    row_draws,
     torch,
 )
 
@@ -52,10 +52,10 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         credit = torch.sigmoid(delight / args.delight_eta) * micro.mask
         if args.credit == "shuffled":
             length = micro.mask.shape[1]
-            uniforms = row_uniforms(
-                args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
+            draws = row_draws(
+                args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
             )
-            credit = control_weights("shuffled", credit, micro.mask, uniforms)
+            credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)
 

@@ -18,7 +18,7 @@ weights of each completion to its tokens in random order.
 
 from typing import Literal
 
-from grpo_arca import Batch, Run, Tensor, control_weights, flag, normalize, row_uniforms
+from grpo_arca import Batch, Run, Tensor, control_weights, flag, normalize, row_draws
 
 
 class Flags:
@@ -43,10 +43,10 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         credit = (1 + args.entropy_weight * surplus).clamp(min=0) * micro.mask
         if args.credit == "shuffled":
             length = micro.mask.shape[1]
-            uniforms = row_uniforms(
-                args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
+            draws = row_draws(
+                args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
             )
-            credit = control_weights("shuffled", credit, micro.mask, uniforms)
+            credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)
 

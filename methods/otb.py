@@ -32,7 +32,7 @@ from grpo_arca import (
     head_logits,
     in_fp32,
     normalize,
-    row_uniforms,
+    row_draws,
     torch,
 )
 
@@ -74,8 +74,8 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         length = micro.mask.shape[1]
         micro.credit = (micro.advantages[:, None] - baselines[place // size, :length]) * micro.mask
         if run.args.credit == "shuffled":
-            uniforms = row_uniforms(run.args.seed, "credit", run.rollout, micro.rows, length, size)
-            micro.credit = control_weights("shuffled", micro.credit, micro.mask, uniforms)
+            draws = row_draws(run.args.seed, "credit", run.rollout_number, micro.rows, length, size)
+            micro.credit = control_weights("shuffled", micro.credit, micro.mask, draws)
         micro.weights = normalize(micro.credit.abs(), micro.mask, 1.0)
 
 

@@ -123,7 +123,7 @@ def test_a_method_may_read_what_contributing_says(make_run, monkeypatch):
     micros = grpo_arca.micro_batches(run, batch)[0]
     grpo_arca.score(run, batch, micros, {})
     names = set(re.findall(r"micro\.(\w+)", table)) - {"bounds"}
-    assert absent == {"scores", "old_logp", "base_logp"} < names
+    assert absent == {"scores", "old_logp", "reference_logp"} < names
     (_, given, (micro, *_), _) = seen[0]
     for name in names:
         assert getattr(micro, name) is not grpo_arca.NOT_SET, name
