@@ -53,7 +53,7 @@ def credited(name: str, **flags) -> tuple:
     run = SimpleNamespace(
         args=load(name).Args(num_generations=4, **flags),
         policy=lambda micro: (micro.sampled_logp, micro.hidden[:, : micro.mask.shape[1]]),
-        rollout=5,
+        rollout_number=5,
         updates_per_rollout=1,
         update_size=8,
         accelerator=SimpleNamespace(reduce=lambda sums, reduction: sums),

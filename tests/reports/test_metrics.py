@@ -29,20 +29,27 @@ PAGE = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
 
 # ---- Evaluations and credit ----------------------------------------------------------------------
 def test_accuracies_and_pass_at_k_are_counted_over_every_subset_of_samples():
-    """Of 5 samples a problem, c are right. Another reward function judges some of them."""
+    """Of 5 samples a problem, c are right. Another reward function judges some of them.
+
+    Of 4 greedy answers and 20 samples, 3 and 2 are truncated.
+    """
     right = {0: [0, 0, 0, 0, 0], 1: [0, 0, 1, 0, 0], 2: [1, 0, 1, 1, 0], 3: [1, 1, 1, 1, 1]}
-    verdicts = [("greedy", problem, [float(problem > 2), 9.0]) for problem in right]
+    verdicts = [("greedy", p, p > 0, [float(p > 2), 9.0]) for p in right]
     for problem, marks in right.items():
-        verdicts += [("sampled", problem, [float(m), 0.5 if m else math.nan]) for m in marks]
+        for sample, mark in enumerate(marks):
+            values = [float(mark), 0.5 if mark else math.nan]
+            verdicts.append(("sampled", problem, problem + sample == 1, values))
     figures = eval_metrics(["accuracy_reward", "length"], verdicts)
 
     expected = {"greedy_accuracy": 1 / 4, "sampled_accuracy": 9 / 20, "rewards/length": 0.5}
+    expected["truncated_share"] = 5 / 24
     for k in (2, 4, 5):
         subsets = [any(s) for m in right.values() for s in itertools.combinations(m, k)]
         expected[f"pass@{k}"] = sum(subsets) / len(subsets)
     assert figures == pytest.approx(expected)
-    unanswered = [(kind, problem, [math.nan, 1.0]) for kind, problem, _ in verdicts]
-    assert eval_metrics(["accuracy_reward", "length"], unanswered) == {"rewards/length": 1.0}
+    unanswered = [(*verdict[:3], [math.nan, 1.0]) for verdict in verdicts]
+    figures = eval_metrics(["accuracy_reward", "length"], unanswered)
+    assert figures == {"rewards/length": 1.0, "truncated_share": 5 / 24}
     with pytest.raises(ValueError, match="no answers, and no reward function judges them"):
         eval_metrics(["accuracy_reward"], unanswered)
 
@@ -159,6 +166,7 @@ def test_an_own_accuracy_reward_stands_beside_the_graders_verdict(make_run):
         "sampled_accuracy": 0.0,
         "pass@2": 0.0,
         "rewards/accuracy_reward": 0.5,
+        "truncated_share": 1.0,
     }
 
 
@@ -209,6 +217,7 @@ def test_a_full_disk_at_a_resume_leaves_the_log(tmp_path, monkeypatch):
     """Rows after the checkpoint are cut off in a file beside it."""
     rows = '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.5}\n'
     (tmp_path / "completions.jsonl").write_text(rows)
+    (tmp_path / "config.json").touch()
 
     def full_disk(path, *_, **__):
         path.open("w").close()

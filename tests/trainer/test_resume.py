@@ -7,7 +7,6 @@ import shutil
 import signal
 from pathlib import Path
 from pickle import UnpicklingError
-from zipfile import BadZipFile
 
 import pytest
 import torch
@@ -298,11 +297,11 @@ def test_a_damaged_checkpoint_is_not_used(again, first, tmp_path, damage):
     if damage == "a pickle of something else":
         torch.save({"step": Path("stranger")}, path)
     run = again(output_dir=out)
-    errors = {"a flipped bit": SystemExit, "torn": BadZipFile}
-    with pytest.raises(errors.get(damage, UnpicklingError)) as raised:
-        grpo_arca.resume(run)
-    if damage == "a flipped bit":
-        assert "checkpoint-1 is damaged: delete it" in str(raised.value)
+    if damage == "a pickle of something else":
+        with pytest.raises(UnpicklingError):
+            grpo_arca.resume(run)
+    else:
+        assert "checkpoint-1 is damaged: delete it" in refusal(lambda: grpo_arca.resume(run))
     assert run.step == 0
 
 
