@@ -402,6 +402,13 @@ def table_of(groups: list[Group], columns: dict[str, str]) -> Table:
     return table
 
 
+def grpo_again() -> list[Group]:
+    """Returns GRPO's runs that draw groups again, if there are enough of a method's beside them."""
+    grpo = Group("smollm2", 1, "4e-4", GRPO_AGAIN)
+    most_seeds = max(len(grpo.beside(method).lines()) for method in SHOWN)
+    return [grpo] if most_seeds >= FEWEST_SEEDS else []
+
+
 def result() -> Table:
     """The result in six rows, at GRPO's own learning rates."""
     studies = {
@@ -409,8 +416,8 @@ def result() -> Table:
         "the same, four updates a rollout": ("wrong_policy", 4),
         "nearly right policy": ("sharpening", 1),
     }
-    table = [["method", *studies, "SmolLM2: runs above 0.3, 0.5, 0.8",
-              "SmolLM2, groups drawn again", "time of a step"]]  # fmt: skip
+    again = ["SmolLM2, groups drawn again" for _ in grpo_again()]
+    table = [["method", *studies, "SmolLM2: runs above 0.3, 0.5, 0.8", *again, "time of a step"]]
     times = {"right answers only": "1 or less", "least variance": "not counted"}
     for row in read_csv(DATA / "step_times/table.csv"):
         times[NAMES.get(row["credit"], GRPO)] = row["ratio"]
@@ -419,9 +426,9 @@ def result() -> Table:
         cells = [name]
         for study, updates in studies.values():
             cells.append(Group(study, updates, STUDIES[study].rates[updates], method).end())
-        smollm2 = Group("smollm2", 1, STUDIES["smollm2"].rates[1], method)
-        again = smollm2.of(GRPO_AGAIN).beside(method)
-        table.append([*cells, smollm2.heights(), again.end(), times[method]])
+        cells.append(Group("smollm2", 1, "4e-4", method).heights())
+        cells += [grpo.beside(method).end() for grpo in grpo_again()]
+        table.append([*cells, times[method]])
     return table
 
 
@@ -574,12 +581,12 @@ def rivals_worth() -> Table:
     return worth_rows(rival_names(), RIVAL_POLICIES)
 
 
-def predictions() -> list[tuple[str, Group, Group, list[float], float]]:
+def predictions() -> list[tuple[str, Group, Group, list[float], list[float]]]:
     """Returns pairs of groups whose worth was measured before they were trained.
 
     A pair has its task, the better group and the other one, Adam's worth of the better over the
-    other with its interval, and the number of completions of the other that are worth one of the
-    better. Methods are paired with GRPO, and GRPO with GRPO on half of the completions.
+    other, and the number of completions of the other that are worth one of the better, both with
+    their intervals. Methods are paired with GRPO, and GRPO with GRPO on half of the completions.
     """
     found = []
     for study in ("sharpening", "wrong_policy"):
@@ -587,11 +594,11 @@ def predictions() -> list[tuple[str, Group, Group, list[float], float]]:
         rows = worth_of(study)
         if grpo.of(HALF).is_there():
             half, low, high = measured(rows["half of the groups"], "adam")
-            found.append((study, grpo, grpo.of(HALF), [1 / half, 1 / high, 1 / low], 2.0))
+            found.append((study, grpo, grpo.of(HALF), [1 / half, 1 / high, 1 / low], [2.0] * 3))
         for method, row in rows.items():
             worth = measured(row, "adam")
             if method in COMPARED and grpo.of(method).is_there() and worth[0] != 1:
-                completions = float(row["completions"])
+                completions = measured(row, "completions")
                 found.append((study, grpo.of(method), grpo, worth, completions))
     return found
 
@@ -602,8 +609,8 @@ def laws() -> Table:
               "share of the rollouts", "Adam's worth", "root of 1 / worth",
               "share of the summed rates"]]  # fmt: skip
     for study, group, other, worth, completions in predictions():
-        cells = [TITLES[study], group.method, other.method, f"{completions:.2f}"]
-        cells += [f"{1 / completions:.2f}", f"{completions**-0.5:.2f}"]
+        cells = [TITLES[study], group.method, other.method, shown(completions)]
+        cells += [f"{1 / completions[0]:.2f}", f"{completions[0] ** -0.5:.2f}"]
         pairs = pairs_of(group, other)
         places = summed_rates(STUDIES[study])
         cells.append(shown(share_of_way(*pairs, np.linspace(0, 1, len(places)))))
@@ -697,7 +704,7 @@ def draw_curves(path: Path, studies: list[Group]) -> None:
         for method in (*SHOWN, GRPO):
             group = grpo.beside(method)
             curves = list(group.curves().values())
-            if curves and not group.failed_seeds():
+            if len(curves) >= FEWEST_SEEDS and not group.failed_seeds():
                 rollouts = np.arange(len(curves[0])) * study.every
                 width = 2.5 if method == GRPO else 1.5
                 label = f"{method} ({len(curves)})"
@@ -705,7 +712,6 @@ def draw_curves(path: Path, studies: list[Group]) -> None:
                 panel.plot(rollouts, mean, color=COLORS[method], linewidth=width, label=label)
         title = f"{grpo.title()}{grpo.method.removeprefix(GRPO)}, rate {grpo.rate}"
         panel.set_title(title, loc="left", fontsize=10)
-        panel.set_title(f"{grpo.title()}, rate {grpo.rate}", loc="left", fontsize=10)
         panel.set_xlabel(f"rollouts of {study.completions} completions")
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8, title="method (seeds)", title_fontsize=8)
@@ -724,10 +730,8 @@ def main() -> None:
         Group("wrong_policy", 4, "0.001", GRPO),
         Group("sharpening", 4, "0.001", GRPO),
     ]
-    again = Group("smollm2", 1, "4e-4", GRPO_AGAIN)
-    agains = [again] if any(again.beside(method).is_there() for method in SHOWN) else []
-    draw_differences(OUTPUT / "differences.png", grpos + agains)
-    draw_curves(OUTPUT / "curves.png", grpos[:2] + agains)
+    draw_differences(OUTPUT / "differences.png", grpos + grpo_again())
+    draw_curves(OUTPUT / "curves.png", grpos[:2] + grpo_again())
 
 
 if __name__ == "__main__":
