@@ -458,8 +458,8 @@ def wrong_policy() -> Table:
 
 
 def sharpening() -> Table:
-    """All methods in sharpening, at rates that GRPO has there."""
-    return table_of(groups_of("sharpening"), {
+    """All methods in sharpening with GRPO's completions, at rates that GRPO has there."""
+    return table_of([group for group in groups_of("sharpening") if group.method != HALF], {
         "method": "method", "updates": "updates", "rate": "rate", "failed seeds": "failed_seeds",
         "area": "area", "end": "end",
         "greedy": "greedy", "cut": "cut",
