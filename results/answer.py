@@ -7,14 +7,14 @@ that of the function of this name. In results/data/answer/ it leaves
 
     differences.csv  what each method has over GRPO in each study, with the p-value of a paired
                      t-test, and with Holm's correction for all tests of the file
-    differences.png  the same at the end of training for the main methods, a dot for a seed
-    curves.png       the mean learning curves of the main methods
-    prediction.png   shares of GRPO's rollouts: predicted from worth, and measured in training
-    worth.png        how good a gradient each method gives, before training
+    differences.png  the same at the end of training for the main methods, a dot for a seed. All
+                     panels have one scale
+    curves.png       the mean learning curves of the main methods, where no run failed
 
 A method is compared with runs of GRPO on the same seeds, with as many updates a rollout and the
 same learning rate. The *area* is the mean height of a learning curve, the *end* its last point.
-There is no interval and no test where some of the runs did not learn: a mean would describe none.
+There is no interval and no test where some of the runs failed: a mean would describe none. On
+SmolLM2 a run failed if it ends at or below 0.5, elsewhere if it ends below where it began.
 """
 
 import math
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 from studies import DATA as STUDY_DATA
-from studies import GRPO, MAIN, METHODS, ORACLES, STUDIES, key_of, read_csv, write_csv
+from studies import GRPO, MAIN, METHODS, ORACLES, STUDIES, Study, key_of, read_csv, write_csv
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -38,6 +38,8 @@ OUTPUT = DATA / "answer"
 PAGES = [ROOT / "results/README.md", ROOT / "methods/README.md", ROOT / "README.md"]
 TITLES = {
     "wrong_policy": "wrong policy",
+    "wrong_policy_2": "second wrong policy",
+    "wrong_policy_3": "third wrong policy",
     "sharpening": "sharpening",
     "smollm2": "SmolLM2",
     "smollm2_float32": "SmolLM2 in float32",
@@ -52,13 +54,13 @@ SHOWN = {  # in figures, from top to bottom
     "S-trace": "#009E73",
 }
 COLORS = SHOWN | {GRPO: "black", "step values": "#56B4E9"}
-PLANNED = (*MAIN, *ORACLES, "ARCA, p = 2", "S-trace, normalized")  # rows on the wrong policy
+HALF = "GRPO, 8 completions"  # in place of 16
+GRPO_AGAIN = "GRPO, groups drawn again"
+AGAIN = [name for name in METHODS if name.endswith(("drawn again", "72 completions"))]
+COMPARED = (*MAIN, *ORACLES)
+PLANNED = (*COMPARED, "ARCA, p = 2")  # rows on the wrong policy
 SAME_AS_GRPO = "GRPO, its KL logged"
-CAN_FAIL = ("sharpening", "smollm2", "smollm2_float32")  # where a run ends above 0.5, or failed
-LEARNED_ABOVE = 0.5  # held-out sampled accuracy at the end of a run that learned
 FEWEST_SEEDS = 3  # for an interval
-ALIGNED = 0.95  # a smaller direction is another one than GRPO's
-NEVER = 1.2  # where the figure puts a share that was not reached
 RIGHT_ONLY = "grpo_arca.py --credit uniform --negative_weight 0"
 NAMES = {  # a method in the tables of worth and of tokens -> on the page
     "arca": "ARCA",
@@ -127,20 +129,31 @@ def mean_interval(values: np.ndarray) -> tuple[Any, Any, Any]:
     return values.mean(0), values.mean(0) - half, values.mean(0) + half
 
 
-def share_of_rollouts(curves: np.ndarray, others: np.ndarray) -> list[float]:
-    """Returns the share of the rollouts after which curves [S, points] reach the end of others.
+def summed_rates(study: Study) -> np.ndarray:
+    """Returns the share of a run's summed learning rates that lies before each evaluation.
 
-    At every place of the curves, the lead over the others' end has a paired t-interval. The share
-    is the first place where the mean lead is 0. Its 95% interval, the two numbers that follow, goes
-    from the first place where the upper limit is 0 to the first one where the lower limit is.
+    The rate rises for three rollouts, and then falls to 0 along a cosine.
     """
-    points = curves.shape[1]
-    fine = np.linspace(0, points - 1, 10_001)
-    inside = np.array([np.interp(fine, np.arange(points), curve) for curve in curves])
+    rollout = np.arange(1, study.rollouts + 1)
+    fall = (1 + np.cos(math.pi * (rollout - 3) / (study.rollouts - 2))) / 2
+    summed = np.append(0, np.cumsum(np.minimum(rollout / 3, fall)))
+    return summed[:: study.every] / summed[-1]
+
+
+def share_of_way(curves: np.ndarray, others: np.ndarray, places: np.ndarray) -> list[float]:
+    """Returns at which share of their way curves [S, points] reach the end of others.
+
+    `places` [points] are the shares of the way at which the curves were measured. Everywhere the
+    lead over the others' end has a paired t-interval. The result is the first place where the mean
+    lead is 0. Its 95% interval, the two numbers that follow, goes from the first place where the
+    upper limit is 0 to the first one where the lower limit is.
+    """
+    way = np.linspace(0, 1, 10_001)
+    inside = np.array([np.interp(way, places, curve) for curve in curves])
     mean, low, high = mean_interval(inside - others[:, -1:])
     shares = []
     for lead in (mean, high, low):
-        reached = fine[lead >= 0] / (points - 1)
+        reached = way[lead >= 0]
         shares.append(float(reached[0]) if len(reached) else math.inf)
     return shares
 
@@ -155,6 +168,13 @@ def holm(p_values: list[float]) -> list[float]:
     return corrected
 
 
+def has_failed(study: str, curves: np.ndarray) -> np.ndarray:
+    """Returns which of the curves [S, points] belong to runs that failed."""
+    if study.startswith("smollm2"):
+        return curves[:, -1] <= 0.5
+    return curves[:, -1] < curves[:, 0]
+
+
 # ---- Runs that differ in their seeds alone -------------------------------------------------------
 class Group(NamedTuple):
     """Such runs. Its fields, and the methods that return texts, are columns of tables."""
@@ -167,6 +187,14 @@ class Group(NamedTuple):
     def of(self, method: str) -> "Group":
         """Returns the runs of another method, with as many updates and the same rate."""
         return self._replace(method=method)
+
+    def baseline(self) -> "Group":
+        """Returns the runs of GRPO that it is compared with."""
+        return self.of(GRPO_AGAIN if self.method in AGAIN else GRPO)
+
+    def beside(self, method: str) -> "Group":
+        """Returns the runs of another method that are compared with these of GRPO."""
+        return self.of(self.method.replace(GRPO, method, 1))
 
     def is_there(self) -> bool:
         return self in whole_runs()
@@ -195,32 +223,26 @@ class Group(NamedTuple):
         """Returns what it has over GRPO; of GRPO's runs, the figure itself."""
         if not self.is_there():
             return "not run"
-        if self == other:
-            values = figure_of(np.array(list(self.curves().values())), figure)
-            return f"{values.mean():.3f}"
         row = comparison(self, other, figure)
-        return "none" if row["low"] == "" else shown([row["more"], row["low"], row["high"]], "+.3f")
+        if row["failed"]:
+            return f"none: {row['failed']} of {row['seeds']} failed"
+        if row["seeds"] < FEWEST_SEEDS:
+            return "too few seeds"
+        if self == other:
+            return f"{figure_of(pairs_of(self, self)[0], figure).mean():.3f}"
+        return shown([row["more"], row["low"], row["high"]], "+.3f")
 
     def area(self) -> str:
-        return self.over(self.of(GRPO), "area")
+        return self.over(self.baseline(), "area")
 
     def end(self) -> str:
-        return self.over(self.of(GRPO), "end")
-
-    def share(self) -> str:
-        """Returns the share of GRPO's rollouts that it needs to reach GRPO's end."""
-        if self.method == GRPO or self.end() == "none":
-            return ""
-        return shown(share_of_rollouts(*pairs_of(self, self.of(GRPO))))
+        return self.over(self.baseline(), "end")
 
     def seeds(self) -> str:
         return str(len(self.lines()))
 
     def greedy(self) -> str:
         return f"{np.mean(self.last('greedy')):.2f}"
-
-    def greedy_range(self) -> str:
-        return f"{min(self.last('greedy')):.2f} to {max(self.last('greedy')):.2f}"
 
     def sampled(self) -> str:
         return f"{np.mean(self.last('sampled')):.2f}"
@@ -231,28 +253,23 @@ class Group(NamedTuple):
     def pass_at_4(self) -> str:
         return f"{np.mean(self.last('pass_at_4')):.2f}"
 
-    def ends_that_learned(self) -> list[float]:
-        return [end for end in self.last("sampled") if end > LEARNED_ABOVE]
+    def failed_seeds(self) -> str:
+        """Returns the seeds of the runs that failed: "2, 7"."""
+        curves = self.curves()
+        failed = has_failed(self.study, np.array(list(curves.values())))
+        return ", ".join(str(seed) for seed, has in zip(curves, failed, strict=True) if has)
 
-    def learned(self) -> str:
-        """Returns how many runs learned, of how many: "8 of 12"."""
-        return (
-            f"{len(self.ends_that_learned())} of {self.seeds()}" if self.is_there() else "not run"
-        )
-
-    def learned_by_grpo(self) -> str:
-        """Returns how many runs of GRPO learned on the same seeds."""
-        _, others = pairs_of(self, self.of(GRPO))
-        return f"{(others[:, -1] > LEARNED_ABOVE).sum()} of {len(others)}"
+    def heights(self) -> str:
+        """Returns how many runs end above each of three heights: "9, 8, 6 of 12"."""
+        return heights_of(pairs_of(self, self)[0]) if self.is_there() else "not run"
 
     def above_grpo(self) -> str:
         """Returns on how many seeds it ends above GRPO."""
         own, others = pairs_of(self, self.of(GRPO))
         return f"{(own[:, -1] > others[:, -1]).sum()} of {len(own)}" if self.method != GRPO else ""
 
-    def learned_end(self) -> str:
-        ends = self.ends_that_learned()
-        return f"{np.mean(ends):.3f}" if ends else "none"
+    def median(self) -> str:
+        return f"{np.median(self.last('sampled')):.3f}"
 
     def cut(self) -> str:
         """Returns the share of updates whose gradient was cut, "?" where it was not counted.
@@ -321,6 +338,12 @@ def at_grpos_rate(study: str) -> list[Group]:
     return [group for group in groups_of(study) if group.rate == rates.get(group.updates)]
 
 
+def heights_of(curves: np.ndarray) -> str:
+    """Returns how many curves end above each of three heights, of how many."""
+    counts = [str((curves[:, -1] > height).sum()) for height in (0.3, 0.5, 0.8)]
+    return f"{', '.join(counts)} of {len(curves)}"
+
+
 def figure_of(curves: np.ndarray, figure: str) -> np.ndarray:
     """Returns the "area" or the "end" of each curve."""
     return area(curves) if figure == "area" else curves[:, -1]
@@ -331,9 +354,8 @@ def comparison(group: Group, other: Group, figure: str) -> Row:
     own, others = pairs_of(group, other)
     more = figure_of(own, figure) - figure_of(others, figure)
     row: Row = {"seeds": len(more), "more": more.mean(), "low": "", "high": "", "p": ""}
-    ends = np.concatenate([own[:, -1], others[:, -1]])
-    has_failed = group.study in CAN_FAIL and ends.min() <= LEARNED_ABOVE
-    if len(more) >= FEWEST_SEEDS and not has_failed:
+    row["failed"] = (has_failed(group.study, own) | has_failed(group.study, others)).sum()
+    if len(more) >= FEWEST_SEEDS and not row["failed"] and group != other:
         _, row["low"], row["high"] = mean_interval(more)
         error = more.std(ddof=1) / len(more) ** 0.5
         row["p"] = two_sided_p(more.mean() / error, len(more) - 1)
@@ -349,8 +371,8 @@ def differences() -> list[Row]:
             keeps_curves = min(map(len, group.lines())) > 3
             for figure in ("area", "end") if keeps_curves else ("end",):
                 row: Row = {"study": group.title(), "rate": group.rate, "method": group.method}
-                if group.method != GRPO:
-                    row |= {"figure": figure} | comparison(group, group.of(GRPO), figure)
+                if group != group.baseline():
+                    row |= {"figure": figure} | comparison(group, group.baseline(), figure)
                     rows.append(row)
     tested = [row for row in rows if row["p"] != ""]
     for row, corrected in zip(tested, holm([row["p"] for row in tested]), strict=True):
@@ -380,6 +402,13 @@ def table_of(groups: list[Group], columns: dict[str, str]) -> Table:
     return table
 
 
+def grpo_again() -> list[Group]:
+    """Returns GRPO's runs that draw groups again, if there are enough of a method's beside them."""
+    grpo = Group("smollm2", 1, "4e-4", GRPO_AGAIN)
+    most_seeds = max(len(grpo.beside(method).lines()) for method in SHOWN)
+    return [grpo] if most_seeds >= FEWEST_SEEDS else []
+
+
 def result() -> Table:
     """The result in six rows, at GRPO's own learning rates."""
     studies = {
@@ -387,7 +416,8 @@ def result() -> Table:
         "the same, four updates a rollout": ("wrong_policy", 4),
         "nearly right policy": ("sharpening", 1),
     }
-    table = [["method", *studies, "SmolLM2: runs that learned", "time of a step"]]
+    again = ["SmolLM2, groups drawn again" for _ in grpo_again()]
+    table = [["method", *studies, "SmolLM2: runs above 0.3, 0.5, 0.8", *again, "time of a step"]]
     times = {"right answers only": "1 or less", "least variance": "not counted"}
     for row in read_csv(DATA / "step_times/table.csv"):
         times[NAMES.get(row["credit"], GRPO)] = row["ratio"]
@@ -396,7 +426,8 @@ def result() -> Table:
         cells = [name]
         for study, updates in studies.values():
             cells.append(Group(study, updates, STUDIES[study].rates[updates], method).end())
-        cells.append(Group("smollm2", 1, STUDIES["smollm2"].rates[1], method).learned())
+        cells.append(Group("smollm2", 1, "4e-4", method).heights())
+        cells += [grpo.beside(method).end() for grpo in grpo_again()]
         table.append([*cells, times[method]])
     return table
 
@@ -417,68 +448,69 @@ def tests() -> Table:
 
 
 def wrong_policy() -> Table:
-    """The methods of the study's plan on the wrong policy, at the rate that GRPO has there."""
-    groups = [group for group in at_grpos_rate("wrong_policy") if group.method in PLANNED]
+    """The methods of the study's plan on the wrong policy."""
+    groups = [group for group in groups_of("wrong_policy") if group.method in PLANNED]
     return table_of(groups, {
         "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
         "greedy": "greedy", "sampled": "sampled", "pass@4": "pass_at_4", "area over GRPO": "area",
-        "end over GRPO": "end", "share": "share", "cut": "cut",
+        "end over GRPO": "end", "failed seeds": "failed_seeds",
     })  # fmt: skip
-
-
-def three_rates() -> Table:
-    """The main methods on the wrong policy with one update, over GRPO at the same rate."""
-    rates = ("0.001", "0.002", "0.004")
-    headers = [f"{figure}, rate {rate}" for figure in ("area", "end") for rate in rates]
-    table = [["method", *headers]]
-    for method in MAIN:
-        groups = [Group("wrong_policy", 1, rate, method) for rate in rates]
-        areas = [group.area() for group in groups]
-        table.append([method, *areas, *(group.end() for group in groups)])
-    return table
 
 
 def sharpening() -> Table:
-    """All methods in sharpening, at rates that GRPO has there."""
-    return table_of(groups_of("sharpening"), {
-        "method": "method", "updates": "updates", "rate": "rate", "learned": "learned",
-        "area": "area", "end": "end", "share": "share",
-        "greedy, lowest to highest run": "greedy_range", "cut": "cut",
+    """All methods in sharpening with GRPO's completions, at rates that GRPO has there."""
+    return table_of([group for group in groups_of("sharpening") if group.method != HALF], {
+        "method": "method", "updates": "updates", "rate": "rate", "failed seeds": "failed_seeds",
+        "area": "area", "end": "end",
+        "greedy": "greedy", "cut": "cut",
     })  # fmt: skip
-
-
-def chosen_rates() -> Table:
-    """Methods at rates that were searched for each alone, over GRPO at its own."""
-    table = [["study", "method", "its rate", "GRPO's rate", "learned", "area", "end"]]
-    for group in whole_runs():
-        grpo = group.of(GRPO)._replace(rate=STUDIES[group.study].rates[group.updates])
-        if not group.of(GRPO).is_there():
-            cells = [group.title(), group.method, group.rate, grpo.rate, group.learned()]
-            table.append([*cells, group.over(grpo, "area"), group.over(grpo, "end")])
-    return table
-
-
-def rollout_sizes() -> Table:
-    """Right answers only with small and with large rollouts."""
-    table = [["completions a rollout", "rate", "seeds", "GRPO", "right answers only", "end"]]
-    for study in ("small_rollouts", "default_command"):
-        group = Group(study, 1, STUDIES[study].rates[1], "right answers only")
-        size = str(STUDIES[study].completions)
-        cells = [size, group.rate, group.seeds(), group.of(GRPO).end(), group.over(group, "end")]
-        table.append([*cells, group.end()])
-    return table
 
 
 def smollm2(study: str = "smollm2") -> Table:
-    """Runs on SmolLM2 at GRPO's rate with enough seeds."""
-    groups = [group for group in at_grpos_rate(study) if len(group.lines()) >= FEWEST_SEEDS]
+    """Runs on SmolLM2 at GRPO's rate; of those that draw groups again plain GRPO's alone."""
+    groups = []
+    for group in at_grpos_rate(study):
+        has_own_table = group.method in AGAIN and group.method != GRPO_AGAIN
+        if len(group.lines()) >= 8 and not has_own_table:
+            groups.append(group)
     return table_of(groups, {
-        "method": "method", "rate": "rate", "learned": "learned",
-        "GRPO on the same seeds": "learned_by_grpo", "ends above GRPO": "above_grpo",
-        "end, lowest to highest": "sampled_range",
-        "mean of those that learned": "learned_end", "cut": "cut",
+        "method": "method", "rate": "rate", "above 0.3, 0.5, 0.8": "heights",
+        "ends above GRPO": "above_grpo", "end, lowest to highest": "sampled_range",
+        "median": "median", "cut": "cut", "completions a rollout": "completions",
+    })  # fmt: skip
+
+
+def drawn_again() -> Table:
+    """Runs on SmolLM2 that draw groups again, over GRPO's that do."""
+    return table_of([group for group in at_grpos_rate("smollm2") if group.method in AGAIN], {
+        "method": "method", "rate": "rate", "seeds": "seeds", "failed seeds": "failed_seeds",
+        "area": "area", "end": "end", "end, lowest to highest": "sampled_range", "cut": "cut",
         "completions a rollout": "completions",
     })  # fmt: skip
+
+
+def three_policies() -> Table:
+    """What the main methods have over GRPO on three wrong policies, and over all three."""
+    studies = ("wrong_policy", "wrong_policy_2", "wrong_policy_3")
+    grpos = [Group(study, 1, STUDIES[study].rates[1], GRPO) for study in studies]
+    counts = [f"{TITLES[grpo.study]} ({grpo.seeds()} seeds)" for grpo in grpos]
+    table = [["end, at the rate 0.002", *counts, "mean of the three", "mean of the areas"]]
+    for method in MAIN:
+        groups = [grpo.of(method) for grpo in grpos]
+        ends = [group.end() for group in groups]
+        means = [over_policies(groups, figure) for figure in ("end", "area")]
+        table.append([method, *ends, *means])
+    return table
+
+
+def over_policies(groups: list[Group], figure: str) -> str:
+    """Returns the mean over policies of what a method has over GRPO, with its interval."""
+    if groups[0].method == GRPO or not all(group.is_there() for group in groups):
+        return ""
+    rows = [comparison(group, group.baseline(), figure) for group in groups]
+    if any(row["low"] == "" for row in rows):
+        return "none"
+    return shown(list(mean_interval(np.array([row["more"] for row in rows]))), "+.3f")
 
 
 @cache
@@ -528,17 +560,14 @@ def worth() -> Table:
 
 def rivals() -> Table:
     """What training with files of methods/ gave."""
-    predicted = {group: number for group, _, _, number in predictions()}
     found = {(row["study"], row["method"], row["figure"]): row for row in differences()}
     table = [["method", "updates", "rate", "seeds", "area over GRPO", "end over GRPO",
-              "p of the end, corrected", "cut", "share of rollouts, predicted",
-              "share of rollouts, in training"]]  # fmt: skip
+              "p of the end, corrected", "cut"]]  # fmt: skip
     for group in sorted(rival_groups()):
         cells = [group.method, str(group.updates), group.rate, group.seeds()]
         p_corrected = found[group.title(), group.method, "end"].get("p_holm", "")
         cells += [group.area(), group.end(), f"{p_corrected:.2}" if p_corrected else ""]
-        share = predicted_share(predicted[group]) if group in predicted else ""
-        table.append([*cells, group.cut(), share, group.share()])
+        table.append([*cells, group.cut()])
     return table
 
 
@@ -552,39 +581,42 @@ def rivals_worth() -> Table:
     return worth_rows(rival_names(), RIVAL_POLICIES)
 
 
-@cache
-def predictions() -> list[tuple[Group, list[float], list[float], list[float]]]:
-    """Returns the methods whose worth was measured before they were trained.
+def predictions() -> list[tuple[str, Group, Group, list[float], list[float]]]:
+    """Returns pairs of groups whose worth was measured before they were trained.
 
-    Each has the power that makes Adam's worth a number of completions, Adam's worth, and that
-    number, all with intervals. That of the number holds the uncertainty of the power.
+    A pair has its task, the better group and the other one, Adam's worth of the better over the
+    other, and the number of completions of the other that are worth one of the better, both with
+    their intervals. Methods are paired with GRPO, and GRPO with GRPO on half of the completions.
     """
     found = []
     for study in ("sharpening", "wrong_policy"):
+        grpo = Group(study, 1, STUDIES[study].rates[1], GRPO)
         rows = worth_of(study)
-        halves = measured(rows["half of the groups"], "adam")
-        power = [math.log(0.5) / math.log(adam) for adam in halves]
+        if len(grpo.of(HALF).lines()) >= FEWEST_SEEDS:
+            half, low, high = measured(rows["half of the groups"], "adam")
+            found.append((study, grpo, grpo.of(HALF), [1 / half, 1 / high, 1 / low], [2.0] * 3))
         for method, row in rows.items():
-            group = Group(study, 1, STUDIES[study].rates[1], method)
-            if group.is_there() and row.get("completions") and float(row["adam"]) != 1:
-                found.append((group, power, measured(row, "adam"), measured(row, "completions")))
+            worth = measured(row, "adam")
+            if method in COMPARED and grpo.of(method).is_there() and worth[0] != 1:
+                completions = measured(row, "completions")
+                found.append((study, grpo.of(method), grpo, worth, completions))
     return found
 
 
-def predicted_share(completions: list[float]) -> str:
-    """Returns the share of GRPO's rollouts that a method of this worth should need."""
-    number, low, high = completions
-    return shown([1 / number, 1 / high, 1 / low])
-
-
-def completions() -> Table:
-    """Predicted and measured shares of GRPO's rollouts."""
-    table = [["task", "method", "Adam's worth", "power", "completions",
-              "share of rollouts, predicted", "share of rollouts, in training"]]  # fmt: skip
-    for group, power, adam, number in predictions():
-        if not is_rival(group.method):
-            cells = [TITLES[group.study], group.method, shown(adam), shown(power)]
-            table.append([*cells, f"{number[0]:.2f}", predicted_share(number), group.share()])
+def laws() -> Table:
+    """Three predictions of how soon a method reaches GRPO's end, and what training gave."""
+    table = [["task", "method", "over", "completions, c", "1 / c", "root of 1 / c",
+              "share of the rollouts", "Adam's worth", "root of 1 / worth",
+              "share of the summed rates"]]  # fmt: skip
+    for study, group, other, worth, completions in predictions():
+        cells = [TITLES[study], group.method, other.method, shown(completions)]
+        cells += [f"{1 / completions[0]:.2f}", f"{completions[0] ** -0.5:.2f}"]
+        pairs = pairs_of(group, other)
+        places = summed_rates(STUDIES[study])
+        cells.append(shown(share_of_way(*pairs, np.linspace(0, 1, len(places)))))
+        value, low, high = [adam**-0.5 for adam in worth]
+        cells += [shown(worth), shown([value, high, low])]
+        table.append([*cells, shown(share_of_way(*pairs, places))])
     return table
 
 
@@ -606,8 +638,9 @@ def tokens() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
-        result, tests, wrong_policy, three_rates, sharpening, chosen_rates,
-        rollout_sizes, smollm2, worth, completions, rivals, smollm2_float32, rivals_worth, tokens,
+        result, tests, wrong_policy, sharpening,
+        smollm2, drawn_again, three_policies, worth, laws, rivals, smollm2_float32,
+        rivals_worth, tokens,
     )
 }  # fmt: skip
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -633,12 +666,14 @@ def rewritten(page: str) -> str:
 # ---- Figures -------------------------------------------------------------------------------------
 def draw_differences(path: Path, studies: list[Group]) -> None:
     """Saves what the main methods have over GRPO at the end: a panel a study, a dot a seed."""
-    size = (2.6 + 2.5 * len(studies), 3.6)
-    figure, panels = plt.subplots(1, len(studies), figsize=size, layout="constrained", sharey=True)
+    size = (2.6 + 3 * len(studies), 3.4)
+    figure, panels = plt.subplots(
+        1, len(studies), figsize=size, layout="constrained", sharex=True, sharey=True
+    )
     for panel, grpo in zip(panels, studies, strict=True):
         panel.axvline(0, color="black", linewidth=1)
         for place, (method, color) in enumerate(SHOWN.items()):
-            group = grpo.of(method)
+            group = grpo.beside(method)
             if not group.is_there():
                 panel.text(0, place, " not run", color="#666666", va="center")
                 continue
@@ -650,7 +685,7 @@ def draw_differences(path: Path, studies: list[Group]) -> None:
                 limits = [row["low"], row["high"]]
                 panel.plot(limits, [place, place], color=color, linewidth=3, alpha=0.6)
                 panel.plot(row["more"], place, "D", color=color, markeredgecolor="white")
-        title = f"{grpo.title()}\nrate {grpo.rate}, {grpo.seeds()} seeds of GRPO"
+        title = f"{grpo.title()}{grpo.method.removeprefix(GRPO)}\nrate {grpo.rate}"
         panel.set_title(title, loc="left", fontsize=10)
         panel.grid(axis="x", alpha=0.3)
     labels = [f"{name} (oracle)" if name == "least variance" else name for name in SHOWN]
@@ -662,19 +697,21 @@ def draw_differences(path: Path, studies: list[Group]) -> None:
 
 
 def draw_curves(path: Path, studies: list[Group]) -> None:
-    """Saves the mean learning curves of the main methods: a panel a study."""
+    """Saves the mean learning curves of the main methods without failed runs: a panel a study."""
     figure, panels = plt.subplots(1, len(studies), figsize=(14, 4.2), layout="constrained")
     for panel, grpo in zip(panels, studies, strict=True):
         study = STUDIES[grpo.study]
         for method in (*SHOWN, GRPO):
-            curves = list(grpo.of(method).curves().values())
-            if curves:
+            group = grpo.beside(method)
+            curves = list(group.curves().values())
+            if len(curves) >= FEWEST_SEEDS and not group.failed_seeds():
                 rollouts = np.arange(len(curves[0])) * study.every
                 width = 2.5 if method == GRPO else 1.5
                 label = f"{method} ({len(curves)})"
                 mean = np.mean(curves, 0)
                 panel.plot(rollouts, mean, color=COLORS[method], linewidth=width, label=label)
-        panel.set_title(f"{grpo.title()}, rate {grpo.rate}", loc="left", fontsize=10)
+        title = f"{grpo.title()}{grpo.method.removeprefix(GRPO)}, rate {grpo.rate}"
+        panel.set_title(title, loc="left", fontsize=10)
         panel.set_xlabel(f"rollouts of {study.completions} completions")
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8, title="method (seeds)", title_fontsize=8)
@@ -683,76 +720,18 @@ def draw_curves(path: Path, studies: list[Group]) -> None:
     plt.close(figure)
 
 
-def draw_prediction(path: Path) -> None:
-    """Saves predicted against measured shares of rollouts. On the dashed line they are equal."""
-    figure, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
-    for group, _, _, number in predictions():
-        color = COLORS.get(group.method, "#888888")
-        predicted = np.minimum(1 / np.array(number), NEVER)
-        share = np.minimum(share_of_rollouts(*pairs_of(group, group.of(GRPO))), NEVER)
-        axes.plot([predicted[0]] * 2, share[1:], color=color, linewidth=2, alpha=0.4)
-        axes.plot(predicted[1:], [share[0]] * 2, color=color, linewidth=2, alpha=0.4)
-        marker = "D" if group.study == "wrong_policy" else "o"
-        label = "_" if is_rival(group.method) else f"{group.method}, {TITLES[group.study]}"
-        axes.plot(predicted[0], share[0], marker, color=color, markersize=8, label=label)
-    axes.plot([0, NEVER], [0, NEVER], color="#888888", linewidth=1, linestyle="--")
-    axes.axhline(NEVER, color="#888888", linewidth=1)
-    axes.text(0.02, NEVER + 0.02, "not reached", fontsize=9, color="#666666")
-    axes.set_xlim(0, NEVER + 0.1)
-    axes.set_ylim(0, NEVER + 0.1)
-    axes.set_xlabel("predicted from worth, before training")
-    axes.set_ylabel("measured in training")
-    axes.set_title("Share of GRPO's rollouts to reach GRPO's end (gray: methods/)", loc="left")
-    figure.legend(frameon=False, fontsize=9, loc="outside right upper")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def draw_worth(path: Path) -> None:
-    """Saves Adam's worth of every method, a panel a policy. Pale: another direction than GRPO's.
-
-    What lies outside of the panel is drawn on its edge.
-    """
-    methods = [*WORTH, *rival_names()]
-    size = (14, 1.2 + 0.24 * len(methods))
-    figure, panels = plt.subplots(1, 4, figsize=size, layout="constrained", sharey=True)
-    for panel, (policy, title) in zip(panels, RIVAL_POLICIES.items(), strict=True):
-        panel.axvline(1, color="black", linewidth=1)
-        for place, method in enumerate(methods):
-            if method in worth_of(policy):
-                value, low, high = np.clip(measured(worth_of(policy)[method], "adam"), 0.13, 7.7)
-                is_aligned = measured(worth_of(policy)[method], "direction")[0] > ALIGNED
-                alpha = 1.0 if is_aligned else 0.35
-                color = COLORS.get(method, "#555555")
-                panel.plot([low, high], [place, place], color=color, linewidth=2, alpha=alpha)
-                panel.plot(value, place, "D", color=color, markersize=5, alpha=alpha)
-        panel.set_xscale("log")
-        panel.set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
-        panel.set_xlim(1 / 8, 8)
-        panel.minorticks_off()
-        panel.set_title(title, loc="left", fontsize=10)
-        panel.grid(alpha=0.3)
-    panels[0].set_yticks(range(len(methods)), methods)
-    panels[0].invert_yaxis()
-    figure.supxlabel("Adam's worth, before training or after three updates of GRPO", fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def main() -> None:
     for page in PAGES:
         page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
     write_csv(differences(), OUTPUT / "differences.csv")
-    one_update = [
-        Group(study, 1, STUDIES[study].rates[1], GRPO)
-        for study in ("wrong_policy", "sharpening", "smollm2")
+    grpos = [
+        Group("wrong_policy", 1, "0.002", GRPO),
+        Group("sharpening", 1, "0.002", GRPO),
+        Group("wrong_policy", 4, "0.001", GRPO),
+        Group("sharpening", 4, "0.001", GRPO),
     ]
-    four_updates = [Group(study, 4, "0.001", GRPO) for study in ("wrong_policy", "sharpening")]
-    draw_differences(OUTPUT / "differences.png", one_update + four_updates)
-    draw_curves(OUTPUT / "curves.png", one_update)
-    draw_prediction(OUTPUT / "prediction.png")
-    draw_worth(OUTPUT / "worth.png")
+    draw_differences(OUTPUT / "differences.png", grpos + grpo_again())
+    draw_curves(OUTPUT / "curves.png", grpos[:2] + grpo_again())
 
 
 if __name__ == "__main__":

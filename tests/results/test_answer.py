@@ -7,7 +7,9 @@ from pathlib import Path
 import answer
 import numpy as np
 import pytest
-from answer import GRPO, Group
+import torch
+from answer import GRPO, GRPO_AGAIN, Group
+from transformers import get_scheduler
 
 ROOT = Path(__file__).resolve().parents[2]
 CURVES = np.array([[0.1, 0.3, 0.6, 0.7], [0.2, 0.2, 0.5, 0.8], [0.1, 0.4, 0.4, 0.9]])
@@ -32,16 +34,29 @@ def test_the_interval_of_a_mean_by_hand():
     assert (mean, low, high) == pytest.approx((3, 3 - half, 3 + half), rel=1e-5)
 
 
-def test_the_share_of_rollouts_is_where_the_lead_and_its_limits_are_first_0():
-    """Of two seeds the mean lead over 0.5 is x - 0.2 after x rollouts.
+def test_the_share_of_the_way_is_where_the_lead_and_its_limits_are_first_0():
+    """Of two seeds the mean lead over 0.5 is x - 0.2 at the x-th place.
 
-    Its standard error is 0.1, so that its t-limits are 12.7062 * 0.1 away.
+    Its standard error is 0.1, so that its t-limits are 12.7062 * 0.1 away. 1.4706 lies between the
+    places 1 and 2, which are 0.2 and 0.6 of the way.
     """
     curves = np.array([[0.4, 1.4, 2.4, 3.4], [0.2, 1.2, 2.2, 3.2]])
     ends = np.full((2, 4), 0.5)
-    mean, low, high = answer.share_of_rollouts(curves, ends)
-    assert mean == pytest.approx(0.2 / 3, abs=1e-4)
-    assert (low, high) == pytest.approx((0, (0.2 + 12.7062 * 0.1) / 3), abs=1e-4)
+    mean, low, high = answer.share_of_way(curves, ends, np.array([0, 0.2, 0.6, 1]))
+    assert mean == pytest.approx(0.2 * 0.2, abs=1e-4)
+    assert (low, high) == pytest.approx((0, 0.2 + 0.4 * (0.2 + 12.7062 * 0.1 - 1)), abs=1e-4)
+
+
+def test_summed_rates_are_those_of_the_trainers_schedule():
+    """The rate of update k is what the scheduler's k-th step sets: a naive sum of 50."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_scheduler("cosine", optimizer, 3, 50 + 1)
+    summed = [0.0]
+    for _ in range(50):
+        schedule.step()
+        summed.append(summed[-1] + schedule.get_last_lr()[0])
+    expected = [summed[k] / summed[50] for k in (0, 10, 20, 30, 40, 50)]
+    assert answer.summed_rates(answer.STUDIES["wrong_policy"]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_holms_correction_by_hand():
@@ -75,7 +90,7 @@ def put(runs, method, curves, rate="0.002", study="sharpening", first_seed=1):
 def test_a_method_is_tested_against_the_same_seeds_of_grpo_at_the_same_rate_alone(runs):
     put(runs, GRPO, GRPOS + 0.3)
     group = put(runs, "methods/oppo.py", CURVES[1:] - [[0], [0.35]], first_seed=2)
-    assert (group.above_grpo(), group.learned_by_grpo()) == ("1 of 2", "2 of 2")
+    assert group.above_grpo() == "1 of 2"
     put(runs, "methods/oppo.py", CURVES[1:] + 0.3, first_seed=2)
     put(runs, "ARCA", CURVES + 0.3, rate="0.001")
     put(runs, "S-trace", CURVES + 0.3)
@@ -91,14 +106,42 @@ def test_a_method_is_tested_against_the_same_seeds_of_grpo_at_the_same_rate_alon
     assert end["more"] == pytest.approx((0.2 + 0.4 + 0.3) / 3)
     assert end["low"] == pytest.approx(0.3 - T_2 * 0.1 / math.sqrt(3), rel=1e-4)
     assert end["p_holm"] <= 2 * end["p"]
-    assert [row[1:4] for row in answer.chosen_rates()[1:]] == [["ARCA", "0.001", "0.002"]]
 
 
-def test_where_a_run_failed_there_is_no_interval_and_no_test(runs):
-    put(runs, GRPO, GRPOS + 0.3)
-    group = put(runs, "ARCA", CURVES - 0.4)
-    assert (group.end(), group.share(), group.learned()) == ("none", "", "0 of 3")
-    assert {row["p"] for row in answer.differences()} == {""}
+def test_runs_that_draw_groups_again_are_compared_with_grpo_that_does(runs):
+    put(runs, GRPO, GRPOS, study="smollm2")
+    again = put(runs, GRPO_AGAIN, GRPOS + 0.3, study="smollm2")
+    group = put(runs, "ARCA, groups drawn again", CURVES[1:], study="smollm2", first_seed=2)
+    assert (again.end(), group.end()) == ("0.800", "too few seeds")
+    put(runs, "GRPO, 72 completions", CURVES + [[0.2]] * 3, study="smollm2")
+    end = answer.differences()[-1]
+    assert (end["method"], end["seeds"]) == ("GRPO, 72 completions", 3)
+    assert end["more"] == pytest.approx((0.1 + 0.3 + 0.2) / 3)
+    assert again.beside("ARCA") == group
+
+
+@pytest.mark.parametrize(
+    ("study", "fall", "failed"),
+    [("wrong_policy", 0.65, "1, 2"), ("wrong_policy", 0.3, ""), ("smollm2", 0.3, "1, 2")],
+)
+def test_where_a_run_failed_there_is_no_interval_and_no_test(runs, study, fall, failed):
+    """Runs begin at 0.1, 0.2 and 0.1, and end at 0.7, 0.8 and 0.9 without the fall."""
+    put(runs, GRPO, GRPOS + 0.3, study=study)
+    group = put(runs, "ARCA", CURVES - [0, 0, 0, fall], study=study)
+    assert group.failed_seeds() == failed
+    assert (group.end() == "none: 2 of 3 failed") == bool(failed)
+    assert all((row["p"] == "") == bool(failed) for row in answer.differences())
+
+
+def test_policies_are_the_sample_of_a_mean_over_policies(runs):
+    """Three differences of 0.1, 0.2 and 0.6, each the mean over its policy's seeds."""
+    groups = []
+    spread = np.array([[-0.05], [0], [0.05]]) * [0, 0, 0, 1]
+    for study, more in (("wrong_policy", 0.1), ("wrong_policy_2", 0.2), ("wrong_policy_3", 0.6)):
+        put(runs, GRPO, GRPOS, study=study)
+        groups.append(put(runs, "ARCA", GRPOS + spread + [0, 0, 0, more], study=study))
+    half = T_2 * math.sqrt(0.07 / 3)
+    assert answer.over_policies(groups, "end") == f"+0.300 ({0.3 - half:+.3f} to {0.3 + half:+.3f})"
 
 
 def test_cut_is_a_mean_over_first_runs_and_those_that_have_it_themselves(
@@ -120,7 +163,7 @@ def test_every_row_of_every_table_has_the_headers_cells_and_one_the_rate():
     for name, function in answer.TABLES.items():
         table = function()
         assert {len(row) for row in table} == {len(table[0])}, name
-        trains = name not in ("result", "worth", "rivals_worth", "tokens", "completions")
+        trains = name not in ("result", "worth", "rivals_worth", "tokens", "laws")
         assert not trains or any("rate" in header for header in table[0]), name
 
 
@@ -153,4 +196,4 @@ def test_answer_writes_pages_and_figures_from_the_data(tmp_path, monkeypatch):
     assert text.startswith("Before.\n<!-- table: tests -->\n| ")
     assert text.endswith(" |\n<!-- end -->\nAfter.\n")
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
-    assert pictures == ["curves.png", "differences.png", "prediction.png", "worth.png"]
+    assert pictures == ["curves.png", "differences.png"]
