@@ -3,7 +3,6 @@
 import csv
 import functools
 import json
-import math
 import random
 import re
 import sys
@@ -24,13 +23,14 @@ from transformers import (
 )
 
 from common.answers import last_boxed
+from common.reward import is_right
 from common.task import Problem, chain_problems
 
 EMBEDDED = "chain_arithmetic"
 PROMPT_COLUMNS = ["problem", "question", "prompt"]
 ANSWER_COLUMNS = ["answer", "solution"]
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv")
-# Some chat templates write today's date. It is fixed, so that a run can go on on another day.
+# Some chat templates write today's date. It is fixed, so that a run can resume on another day.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 
 
@@ -39,11 +39,11 @@ def read_splits(name: str, config: str | None) -> dict[str, list[dict[str, Any]]
     """Returns the rows of each split of a Hub data set. A file is one split, of no name.
 
     `datasets` would read files as well. But it guesses types: a column of 1 and "1/2" becomes JSON
-    texts, 007 in a .csv file becomes 7, and of a row with a cell too many the first is dropped.
+    texts, 007 in a .csv file becomes 7, and a row with one cell too many loses its first cell.
     """
     kind = Path(name).suffix
     if kind not in FILE_KINDS:
-        import datasets  # a run on anything else starts half a second earlier without it
+        import datasets  # takes half a second, which a run on anything else does not need
 
         splits = datasets.load_dataset(name, config)
         return {split: table_rows(rows.with_format("arrow")[:]) for split, rows in splits.items()}
@@ -51,25 +51,39 @@ def read_splits(name: str, config: str | None) -> dict[str, list[dict[str, Any]]
         return {"": table_rows(parquet.ParquetFile(name).read())}
     with open(name, newline="", encoding="utf-8-sig") as file:
         if kind == ".csv":
-            rows = list(csv.DictReader(file, strict=True))  # all cells are texts
-            if any(None in (*row, *row.values()) for row in rows):
-                raise ValueError(f"a row of {name} has more or fewer cells than the header")
-            return {"": rows}
+            header, *rows = filter(None, csv.reader(file, strict=True))  # all cells are texts
+            return {"": [as_row(list(zip(header, row, strict=True))) for row in rows]}
         text = file.read()
-    if kind == ".jsonl":  # as one list of as many lines, so that an error names the right one
-        text = "[" + re.sub(r"(?<=\S)(\s*\n\s*)(?=\S)", r",\1", text) + "]"
-    return {"": json.loads(text)}
+    if kind == ".json":
+        return {"": json.loads(text, object_pairs_hook=as_row)}
+    # Each line is a list, so that no row goes on in the next line, and an error names its line.
+    lines = json.loads("[[" + text.replace("\n", "],\n[") + "]]", object_pairs_hook=as_row)
+    return {"": [row for line in lines for row in line]}
+
+
+def as_row(cells: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a row of cells, which must have names of their own."""
+    row = dict(cells)
+    if len(row) < len(cells):
+        raise ValueError(f"two columns have one name: {[name for name, _ in cells]}")
+    return row
 
 
 def table_rows(table: pyarrow.Table) -> list[dict[str, Any]]:
-    """Returns the rows of a table. A 14.1 in 16 or 32 bits stays 14.1, and not 14.100000381."""
-    for i, column in enumerate(table.schema):
-        if pyarrow.types.is_floating(column.type):
-            number = column.type.to_pandas_dtype()
-            cells = table[i].to_pylist()
-            rounded = [None if cell is None else float(str(number(cell))) for cell in cells]
-            table = table.set_column(i, column.name, pyarrow.array(rounded, pyarrow.float64()))
-    return table.to_pylist()
+    """Returns the rows of a table, whose columns must have names of their own."""
+    return as_stored(
+        table.to_struct_array().to_pylist(), pyarrow.list_(pyarrow.struct(list(table.schema)))
+    )
+
+
+def as_stored(value: Any, kind: pyarrow.DataType) -> Any:
+    """Returns a value of a table, and 14.1 for what is 14.1 in 32 bits, not 14.100000381."""
+    if isinstance(value, dict):
+        return {field.name: as_stored(value[field.name], field.type) for field in kind}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [as_stored(item, kind.value_type) for item in value]
+    is_number = isinstance(value, float) and pyarrow.types.is_floating(kind)
+    return float(str(kind.to_pandas_dtype()(value))) if is_number else value
 
 
 def parse_rows(
@@ -81,14 +95,14 @@ def parse_rows(
 ) -> list[Problem]:
     """Returns the problems in a table. Rows without a prompt or a needed answer are left out.
 
-    How many are left out is said on standard error.
+    Their number is printed on standard error.
     """
-    if not rows:
-        raise ValueError(f"{name} has no rows")
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{name} has no rows, or is no list of rows with named columns")
     columns = dict.fromkeys(key for row in rows for key in row)
-    prompt_key = pick_column(list(columns), prompt_column, PROMPT_COLUMNS)
+    prompt_key = pick(list(columns), prompt_column, PROMPT_COLUMNS)
     if needs_answers or answer_column or not columns.keys().isdisjoint(ANSWER_COLUMNS):
-        answer_key = pick_column(list(columns), answer_column, ANSWER_COLUMNS)
+        answer_key = pick(list(columns), answer_column, ANSWER_COLUMNS)
     else:
         answer_key = ""
     problems = []
@@ -97,16 +111,21 @@ def parse_rows(
         prompt = as_prompt(cell_of(others, prompt_key))
         others.pop(prompt_key, None)
         cell = cell_of(others, answer_key) if answer_key else None
+        answer = gold_answer(cell)
         steps = others.get("steps") or []
         has_steps = isinstance(steps, list) and all(type(step) is int for step in steps)
-        if prompt is None or isinstance(cell, list | dict | bytes) or not has_steps:
+        if (
+            prompt is None
+            or has_answer(begun_answer(prompt), answer)
+            or isinstance(cell, list | dict | bytes)
+            or not has_steps
+        ):
             raise ValueError(
-                f"row {number} of {name}: {prompt_key} must be a text or chat messages, not ending "
-                "with a boxed answer, the answer one value, and steps, if any, integers"
+                f"row {number} of {name}: {prompt_key} must be a text or chat messages that do not "
+                "end with the answer, the answer one value, and steps, if any, integers"
             )
-        answer = gold_answer(cell)
         if prompt and (answer or not needs_answers):
-            problems.append(Problem(prompt, answer, tuple(steps), others, opening=0))
+            problems.append(Problem(prompt, answer, tuple(steps), others, opening=0, row=number))
 
     lacking = f"without a problem in {prompt_key} or a final answer in {answer_key}"
     if not problems:
@@ -119,16 +138,15 @@ def parse_rows(
     return problems
 
 
-def pick_column(present: list[str], named: str | None, known: list[str]) -> str:
+def pick(present: list[str], named: str | None, known: list[str]) -> str:
     """Returns the column that a flag names, or else the first known one that is there.
 
-    A name with dots leads into nested columns: reward_model.ground_truth.
+    A name with dots leads into nested columns: reward_model.ground_truth. Splits have no dots.
     """
-    for column in [named] if named else known:
-        if column in present or column.partition(".")[0] in present:
-            return column
-    raise ValueError(f"no column {named or known} among {present}: see --prompt_column and "
-                     "--answer_column")  # fmt: skip
+    for name in [named] if named else known:
+        if name in present or name.partition(".")[0] in present:
+            return name
+    raise ValueError(f"no {named or known} among the columns or splits {present}: see --help")
 
 
 def cell_of(row: dict[str, Any], column: str) -> Any:
@@ -140,10 +158,7 @@ def cell_of(row: dict[str, Any], column: str) -> Any:
 
 
 def as_prompt(cell: Any) -> str | list[dict[str, str]] | None:
-    """Returns a text or chat messages whose contents are texts, or None if the cell is neither.
-
-    Messages that end with a boxed answer of the assistant are a solution, and leave nothing to do.
-    """
+    """Returns a text or chat messages whose contents are texts, or None if the cell is neither."""
     if cell is None or isinstance(cell, str):
         return cell or ""
     messages = []
@@ -156,17 +171,38 @@ def as_prompt(cell: Any) -> str | list[dict[str, str]] | None:
         if not isinstance(content, str):
             return None
         messages.append(message | {"content": content})
-    is_begun = messages != [] and messages[-1]["role"] == "assistant"
-    return None if is_begun and last_boxed(messages[-1]["content"]) else messages
+    return messages
+
+
+def begun_answer(prompt: str | list) -> str:
+    """Returns what a prompt gives of the answer: the assistant's message at its end, or ""."""
+    return "".join(m["content"] for m in whole_prompt(prompt)[-1:] if m["role"] == "assistant")
+
+
+def has_answer(begun: str, answer: str) -> bool:
+    """Returns whether the beginning of an answer already has a box, or the right answer itself.
+
+    That must be a word or a number of its own: 7 is not in 17, 7.5 or -7. Commas do not count.
+    """
+    return last_boxed(begun) is not None or (
+        answer != ""
+        and re.search(
+            rf"(?<![\w.-]){re.escape(answer.replace(',', ''))}(?![\w-]|\.\d)",
+            begun.replace(",", ""),
+        )
+        is not None
+    )
 
 
 # Text without a mark that is no answer: a number after some words or a verb ("the answer is 16"),
-# five words in a row, or several lines that are not one LaTeX environment.
-PROSE = re.compile(
+# five words in a row, several lines that are not one LaTeX environment, or what programs write for
+# a number that is missing or not finite.
+NO_ANSWER = re.compile(
     r"^\W*[A-Za-z]{2,}(?::|\s+[A-Za-z]{2,}\b).*[0-9]"
     r"|(?<!\\)\b(?:is|are|was|were|equals)\b.*[0-9]"
     r"|(?:[A-Za-z]+[ ,]+){5}"
-    r"|^(?!.*\\begin\{).*\n",
+    r"|^(?!.*\\begin\{).*\n"
+    r"|^\s*(?:None|NA|-?(?i:nan|inf)|#?(?i:n/a|null|<na>))\s*$",
     re.DOTALL,
 )
 
@@ -181,14 +217,12 @@ def gold_answer(cell: Any) -> str:
     tail = text.rpartition("####")[2]  # all of it without that mark
     answer = last_boxed(tail)
     if answer is None:
-        answer = last_boxed(text) or "" if PROSE.search(tail) else tail
+        answer = last_boxed(text) or "" if NO_ANSWER.search(tail) else tail
     return answer.strip()
 
 
 def as_written(cell: Any) -> str:
-    """Returns a cell as text: "" if it is missing or not finite, 12 of 12.0, never 1e-05."""
-    if cell is None or (isinstance(cell, float) and not math.isfinite(cell)):
-        return ""
+    """Returns a cell as text: 12 of 12.0, and never 1e-05."""
     if isinstance(cell, float):
         return numpy.format_float_positional(cell, trim="-")
     return f"{cell:f}" if type(cell).__name__ == "Decimal" else str(cell)
@@ -207,29 +241,33 @@ def load_problems(
 ) -> tuple[list[Problem], list[Problem]]:
     """Returns the problems to train on, and the held-out ones, which may be among them.
 
-    `columns` are those of prompts and answers, and whether answers are needed. The held-out
-    problems, `count` at most, come from `eval_name` if that is given, else from the test split. Of
-    a single split they are a fifth of the distinct problems at most, the same for every seed.
+    `columns` names the columns of prompts and answers, and says whether answers are needed. The
+    held-out problems, at most `count`, come from `eval_name` if that is given, and otherwise from
+    the test split. Where there is only one split, at most a fifth of its distinct problems is held
+    out, the same problems for every seed.
     """
     if name == EMBEDDED:
         if config not in [None, *"2345678"]:
             raise ValueError(f"--dataset_config of {EMBEDDED} is a number of operations, 2 to 8")
-        length = int(config or 0)  # of chains; 0: 3 or 4 operations
         splits = {}
-        train = chain_problems(4096, held_out=False, seed=seed, length=length)
+        train = chain_problems(4096, held_out=False, seed=seed, length=int(config or 0))
     else:
         splits = read_splits(name, config)
-        train = parse_rows(splits["" if "" in splits else train_split], name, *columns)
+        if "" in splits and (
+            config or train_split != "train" or (test_split != "test" and not eval_name)
+        ):
+            raise ValueError(f"{name} is a file, without configs and splits: leave out their flags")
+        train = parse_rows(splits[pick(list(splits), None, ["", train_split])], name, *columns)
 
     if (eval_name or name) == EMBEDDED:
         held_out = chain_problems(count, held_out=True, length=int(config or 0))
     elif eval_name:
         eval_splits = read_splits(eval_name, None)
         held_out = parse_rows(
-            eval_splits["" if "" in eval_splits else test_split], eval_name, *columns
+            eval_splits[pick(list(eval_splits), None, ["", test_split])], eval_name, *columns
         )
-    elif len(splits) > 1 and test_split != train_split:
-        held_out = parse_rows(splits[test_split], name, *columns)
+    elif test_split != train_split and (len(splits) > 1 or test_split != "test"):
+        held_out = parse_rows(splits[pick(list(splits), test_split, [])], name, *columns)
     else:
         held_out = list({text_of(problem): problem for problem in train}.values())
         count = max(1, min(count, len(held_out) // 5))
@@ -260,9 +298,9 @@ def epoch_order(epoch: int, count: int, seed: str | None) -> list[int]:
 # ---- Prompts -------------------------------------------------------------------------------------
 def load_tokenizer(
     model: str, revision: str, adapter: str | None
-) -> tuple[PreTrainedTokenizerBase, int]:
-    """Returns the base model's tokenizer, and how many tokens its context has."""
-    # trust_remote_code is given because transformers would else ask on standard input.
+) -> tuple[PreTrainedTokenizerBase, int, int]:
+    """Returns the base model's tokenizer, the length of its context, and its number of tokens."""
+    # Without trust_remote_code transformers would wait for an answer on standard input.
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     # OAR-P writes it over other tokens. Masks come from lengths, so the end token will do, too.
@@ -277,7 +315,7 @@ def load_tokenizer(
             tokenizer.chat_template,
         ):
             raise ValueError(f"{adapter} has another chat template or end token than its base")
-    return tokenizer, context_length(config)
+    return tokenizer, context_length(config), config.get_text_config().vocab_size
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -301,7 +339,7 @@ def whole_prompt(prompt: str | list, system_prompt: str | None = None) -> list[d
 
 
 def text_of(problem: Problem) -> str:
-    """Returns the words of a problem, by which two are the same whatever their white space."""
+    """Returns the words of a problem. Two problems with the same words are the same problem."""
     text = " ".join(message["content"] for message in whole_prompt(problem.prompt))
     return " ".join(text.split())
 
@@ -309,14 +347,34 @@ def text_of(problem: Problem) -> str:
 def reply_text(
     tokenizer: PreTrainedTokenizerBase, prompt: str | list, ids: list[int], stop_ids: list[int]
 ) -> str:
-    """Returns the text of a completion, without the tokens that end or pad it.
+    """Returns the text of an answer, from what the prompt gives of it and the completion's ids.
 
-    It begins with what the prompt gave of the answer: a message of the assistant at its end.
+    The tokens that end or pad the completion are left out.
     """
-    is_begun = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
-    beginning = str(prompt[-1]["content"]) if is_begun else ""  # type: ignore[index]
     hidden = {*stop_ids, tokenizer.pad_token_id}
-    return beginning + tokenizer.decode([token for token in ids if token not in hidden])
+    return begun_answer(prompt) + tokenizer.decode([i for i in ids if i not in hidden])
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    template_kwargs: dict[str, Any],
+    is_open: bool = True,
+) -> str:
+    """Returns messages as the chat template writes them.
+
+    If `is_open`, an answer can follow, or more of the one that the last message begins. A tokenizer
+    without a template needs one in the keywords, as "chat_template".
+    """
+    is_begun = messages[-1]["role"] == "assistant"
+    template = tokenizer.get_chat_template(template_kwargs.get("chat_template"))
+    return tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=is_open and not is_begun,
+        continue_final_message=is_open and is_begun,
+        **template_kwargs | {"chat_template": FIXED_DATE + template},
+    )
 
 
 def encode_prompt(
@@ -325,23 +383,32 @@ def encode_prompt(
     system_prompt: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Returns the token ids of a prompt, by the chat template, which writes its own BOS token.
-
-    A tokenizer without a template needs one in the keywords, as "chat_template". A message of the
-    assistant at the end is left open.
-    """
-    messages = whole_prompt(prompt, system_prompt)
-    is_begun = messages[-1]["role"] == "assistant"
-    own = template_kwargs or {}
-    template = FIXED_DATE + tokenizer.get_chat_template(own.get("chat_template"))
-    text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=not is_begun,
-        continue_final_message=is_begun,
-        **own | {"chat_template": template},
-    )
+    """Returns the token ids of a prompt, by the chat template, which writes its own BOS token."""
+    text = render(tokenizer, whole_prompt(prompt, system_prompt), template_kwargs or {})
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def closing_token(
+    tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
+) -> int | None:
+    """Returns the special token that ends an answer in the chat template, or None.
+
+    A base model may have learned to write it, although its files name another end token.
+    """
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "1029384756"}]
+    try:
+        text = render(tokenizer, turns, template_kwargs, is_open=False)
+    except Exception:  # some templates refuse an answer
+        return None
+    rest = text.partition("1029384756")[2].lstrip()
+    return next(
+        (
+            number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special and rest.startswith(token.content)
+        ),
+        None,
+    )
 
 
 def encode_problems(
@@ -351,29 +418,45 @@ def encode_problems(
     system_prompt: str | None,
     template_kwargs: dict[str, Any],
     room: int,
+    vocabulary: int,
 ) -> tuple[list[Problem], list[Problem]]:
-    """Returns the problems with their prompts as token ids, of which none has more than `room`.
+    """Returns the problems with their prompts as token ids, at most `room` of `vocabulary`.
 
     Training problems whose prompts are held out are left out.
     """
-    messages = whole_prompt(train[0].prompt, system_prompt)
-    told = encode_prompt(tokenizer, messages, None, template_kwargs)
-    for i, message in enumerate(messages):
-        others = messages[:i] + messages[i + 1 :]
-        if (
-            message["role"] == "system"
-            and others
-            and told == encode_prompt(tokenizer, others, None, template_kwargs)
-        ):  # as with Phi-3
-            raise ValueError("the chat template drops a system message: write it into the problems")
     encoded = []
+    first: dict[Any, Problem] = {}  # with these token ids, or with these words
     for problem in train + held_out:
-        ids = encode_prompt(tokenizer, problem.prompt, system_prompt, template_kwargs)
-        encoded.append(problem._replace(prompt_ids=tuple(ids)))
-    longest = max(len(problem.prompt_ids) for problem in encoded)
-    if longest > room:
-        raise ValueError(f"the longest prompt has {longest} tokens. The model's context has room "
-                         f"for {room} beside --max_completion_length")  # fmt: skip
+        messages = whole_prompt(problem.prompt, system_prompt)
+        text = render(
+            tokenizer,
+            [m | {"content": f"{m['content']}~{i}~"} for i, m in enumerate(messages)],
+            template_kwargs,
+        )
+        if any(f"~{i}~" not in text for i in range(len(messages))):  # as with Phi-3
+            raise ValueError(
+                f"row {problem.row}: the chat template drops the words of a message. Their roles "
+                f"are {[m['role'] for m in messages]}"
+            )
+        ids = tuple(encode_prompt(tokenizer, messages, None, template_kwargs))
+        if len(ids) > room or max(ids) >= vocabulary:
+            raise ValueError(
+                f"row {problem.row}: the prompt has {len(ids)} tokens, up to number {max(ids)} "
+                f"({tokenizer.decode([max(ids)])}). The model has room for {room} beside "
+                f"--max_completion_length, and tokens up to number {vocabulary - 1}"
+            )
+        for key in (ids, text_of(problem)):
+            other = first.setdefault(key, problem)
+            if text_of(other) != text_of(problem) or (
+                other.answer != problem.answer
+                and not is_right(f"\\boxed{{{other.answer}}}", problem.answer, problem.prompt)
+            ):
+                raise ValueError(
+                    f"rows {other.row} and {problem.row} are the same prompt to the model, but "
+                    f"other problems, or with other answers: {text_of(problem)[:80]!r} with "
+                    f"{other.answer!r} and {problem.answer!r}"
+                )
+        encoded.append(problem._replace(prompt_ids=ids))
     held_out = encoded[len(train) :]
     seen = {text_of(problem) for problem in held_out}
     train = [problem for problem in encoded[: len(train)] if text_of(problem) not in seen]
@@ -386,7 +469,7 @@ def load_data(
     args: Any, needs_answers: bool
 ) -> tuple[PreTrainedTokenizerBase, list[Problem], list[Problem]]:
     """Returns the tokenizer, the problems to train on and the held-out ones, as the flags say."""
-    tokenizer, context = load_tokenizer(
+    tokenizer, context, vocabulary = load_tokenizer(
         args.model_name_or_path, args.model_revision, args.start_adapter
     )
     train, held_out = load_problems(
@@ -399,15 +482,15 @@ def load_data(
         args.max_eval_samples,
         args.seed,
     )
-    train, held_out = encode_problems(
+    return tokenizer, *encode_problems(
         tokenizer,
         train,
         held_out,
         args.system_prompt,
         json.loads(args.chat_template_kwargs),
         context - args.max_completion_length,
+        vocabulary,
     )
-    return tokenizer, train, held_out
 
 
 # ---- The files of the base model and of its adapter ---------------------------------------------
@@ -454,7 +537,7 @@ def check_adapter(model: PeftModel, targets: list[str], folder: str | None) -> N
         if targets != ["all-linear"] and not all(f".{name} " in layers for name in targets):
             raise ValueError(f"not all of --lora_target_modules {targets} are layers of the model")
     else:
-        # PEFT loads what fits. It says what does not where the same weights are loaded again.
+        # PEFT loads what fits. What does not fit it names when the weights are loaded again.
         loaded = model.load_adapter(folder, "default", is_trainable=True)
         if loaded.missing_keys or loaded.unexpected_keys:
             raise ValueError(f"{folder} has weights that the model lacks, or lacks some: {loaded}")

@@ -113,15 +113,16 @@ def load_reward_funcs(
     """
     functions: dict[str, Callable | None] = {}
     weights = weights or [1.0] * len(paths)
-    for path, weight in zip(paths, weights, strict=True):
+    for path in paths:
         module_name, _, name = path.rpartition(".")
-        if name in functions or not abs(weight) < 1e18:
-            raise ValueError(f"--reward_funcs has two functions {name}, or the weight {weight}")
         functions[name] = None
         if path != ACCURACY:
             sys.path.append(os.getcwd())  # at the end: no file there shall stand in for a library
             with contained(path):
                 functions[name] = getattr(importlib.import_module(module_name), name)
+    if not len(functions) == len(paths) == len(weights) or not all(abs(w) < 1e18 for w in weights):
+        raise ValueError(f"--reward_funcs {paths} must have different names, and a weight each, "
+                         f"not {weights}")  # fmt: skip
     return functions, torch.tensor(weights, dtype=torch.float64)
 
 
@@ -138,12 +139,15 @@ def code_digests(paths: list[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def contained(name: str) -> Iterator[None]:
-    """Keeps a user's code from ending the program as if it had succeeded, or from moving it."""
+    """Keeps a user's code from moving the program. An error in it, or an exit, names the code.
+
+    By sys.exit(0) alone the program would end as if it had succeeded.
+    """
     try:
         with contextlib.chdir(os.getcwd()):
             yield
-    except SystemExit as end:
-        raise RuntimeError(f"the reward function {name} has ended the program") from end
+    except (SystemExit, Exception) as end:
+        raise RuntimeError(f"the reward function {name} has ended the program: {end!r}") from end
 
 
 def reward_values(
@@ -221,10 +225,11 @@ def call_reward_func(
         replies.append(
             text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
         )
-    inputs: dict[str, list] = {"gold": [problem.answer for problem in problems]}
+    inputs: dict[str, list] = {}
     for column in problems[0].columns:  # all problems have the same ones
         inputs[column] = [problem.columns[column] for problem in problems]
-    inputs |= {
+    inputs |= {  # a column of such a name gives way
+        "gold": [problem.answer for problem in problems],
         "prompts": [problem.prompt for problem in problems],
         "completions": replies,
         "completion_ids": copy.deepcopy(ids),

@@ -22,6 +22,7 @@ class Problem(NamedTuple):
     # Sentences before the one that states the first result. A chain's states where it starts.
     opening: int = 1
     prompt_ids: tuple[int, ...] = ()  # the prompt by the chat template
+    row: int = 0  # in its file or split, from 1
 
 
 # ---- Chains --------------------------------------------------------------------------------------

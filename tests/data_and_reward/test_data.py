@@ -91,6 +91,29 @@ def test_a_data_set_with_splits_and_one_with_a_train_split_alone(offline_sets):
     )
 
 
+def test_flags_of_splits_that_are_not_there_are_refused(tmp_path, offline_sets):
+    """So are those of a file, which has none: they would be ignored."""
+    folder = offline_sets / "set"
+    folder.mkdir()
+    for split in ("train", "validation"):
+        write(folder / f"{split}.jsonl", ROWS)
+    name = write(tmp_path / "file.jsonl", ROWS)
+    rest = ((None, None, True), 99, 1)
+    for of, flags, says in (
+        (folder, ("tain", "validation", None), "no .*tain.* among .*'train', 'validation'"),
+        (folder, ("train", "test", None), "no .*test.* among .*'train', 'validation'"),
+        (name, ("train", "test", str(folder)), "no .*test.* among .*'train', 'validation'"),
+        (name, ("part", "test", None), "is a file"),
+        (name, ("train", "part", None), "is a file"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            load_problems(str(of), None, *flags, *rest)
+    with pytest.raises(ValueError, match="is a file"):
+        load(name, config="main")
+    for flags in (("train", "validation", str(folder)), ("train", "test", name)):
+        assert len(load_problems(name, None, *flags, *rest)[1]) == 40
+
+
 def test_an_evaluation_set_of_its_own(tmp_path):
     name = write(tmp_path / "train.jsonl", ROWS)
     other = write(tmp_path / "eval.jsonl", [{"problem": "New?", "answer": "7"}])
@@ -113,7 +136,7 @@ def test_columns_by_flags_and_nested_ones_by_dotted_names(tmp_path):
     rows = [{"a.b": r["answer"], "q": {"text": r["problem"]}, "problem": "no"} for r in ROWS]
     train, _ = load(write(tmp_path / "dots.jsonl", rows), columns=("q.text", "a.b", True))
     assert plain(train) == plain(parse_rows(ROWS, "x", None, None, True))
-    with pytest.raises(ValueError, match=r"no column lev among \['a.b', 'q', 'problem'\]"):
+    with pytest.raises(ValueError, match=r"no lev among the columns .*\['a.b', 'q', 'problem'\]"):
         load(tmp_path / "dots.jsonl", columns=(None, "lev", True))
 
 
@@ -122,7 +145,7 @@ def test_prompts_alone_are_enough_where_no_reward_needs_an_answer(tmp_path):
     train, held_out = load(name, columns=(None, None, False))
     assert len(train) == 40 and len(held_out) == 8
     assert {problem.answer for problem in train} == {""}
-    with pytest.raises(ValueError, match="no column"):
+    with pytest.raises(ValueError, match=r"no \['answer', 'solution'\] among"):
         load(name)
     # The numbers that pandas writes before the first column are no answers.
     assert plain(parse_rows([{"": "0", "prompt": "a"}], "x", None, None, False)) == [("a", "")]
@@ -153,6 +176,8 @@ NO_PROMPTS = [
     ["text"], [{"from": "human", "value": "x"}], 5, {"role": "user", "content": "x"},
     [{"role": "user", "content": None}], [{"content": "x"}],
     [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is \\boxed{7}."}],
+    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So 3-2=1 #### 1"}],
+    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The answer is 1."}],
 ]  # fmt: skip
 
 
@@ -162,6 +187,14 @@ def test_prompts_that_are_neither_text_nor_messages_are_refused(prompt):
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": prompt, "answer": "1"}]
     with pytest.raises(ValueError, match="row 2 of x: prompt must be a text or chat messages"):
         parse_rows(rows, "x", None, None, True)
+
+
+def test_beginnings_without_the_answer_are_no_solutions():
+    for beginning in ("", "<think>Let", "We begin at 12. Then 1.5 and -1, 3,1 and 1,000. 1st:"):
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": beginning}]
+        rows = [{"prompt": chat, "answer": "1"}, {"prompt": [*chat, chat[0]], "answer": "x"}]
+        assert len(parse_rows(rows, "x", None, None, True)) == 2
+    assert data.has_answer("That makes 1,234.", "1234") and data.has_answer("3, 5", "3, 5")
 
 
 # ---- Cells ---------------------------------------------------------------------------------------
@@ -209,6 +242,22 @@ def test_numbers_of_a_parquet_file_and_of_the_hub(tmp_path, offline_sets):
     assert parsed(cells) == ["0.00000010", "14.10", "3"]
 
 
+def test_numbers_inside_other_values_and_columns_of_one_name(tmp_path):
+    """The former as in verl's format, where the gold answer stands in a struct."""
+    one = pyarrow.float32()
+    kind = pyarrow.struct({"ground_truth": one, "all": pyarrow.list_(one), "n": pyarrow.int8()})
+    cells = [{"ground_truth": 14.1, "all": [0.1, None], "n": 1}, None, {"ground_truth": 2**0.5}]
+    table = pyarrow.table({"prompt": list("abc"), "reward_model": pyarrow.array(cells, kind)})
+    parquet.write_table(table, tmp_path / "set.parquet")
+    columns = (None, "reward_model.ground_truth", True)
+    found = parse_rows(read_splits(str(tmp_path / "set.parquet"), None)[""], "x", *columns)
+    assert [problem.answer for problem in found] == ["14.1", "1.4142135"]
+    assert found[0].columns == {"reward_model": cells[0]}
+    parquet.write_table(table.rename_columns(["answer"] * 2), tmp_path / "set.parquet")
+    with pytest.raises(ValueError, match="duplicate"):
+        read_splits(str(tmp_path / "set.parquet"), None)
+
+
 GOLDS = [
     ("He had 3 * 4 = <<3*4=12>>12.\n#### 12", "12"), ("#### 1,234 ", "1,234"), (5, "5"),
     ("#### 1\n#### 2", "2"), ("It is \\boxed{7}.\n\n#### Check\nAll is well", "7"),
@@ -218,11 +267,13 @@ GOLDS = [
     ("$12.50", "$12.50"), ("$x = \\boxed{3}$ or $x = \\boxed{5}$", "3, 5"), ("Paris",) * 2,
     ("x + 1",) * 2, ("13 hours 30 minutes",) * 2, ("BC = 5",) * 2, ("2 \\text{ or } 3",) * 2,
     ("\\begin{pmatrix} 1 \\\\\n2 \\end{pmatrix}",) * 2, ("not enough information",) * 2,
+    ("none",) * 2, ("Na",) * 2, ("Nancy",) * 2, ("None of them",) * 2,
 ]  # fmt: skip
 NO_GOLDS = [
     "the answer is 5", "So it is 5", "Answer: 5", "x is 5", "He has 16 apples", "", None, "#### ",
     "\\boxed{}", "He adds 4.\nThen 5", "First he adds all of them", float("inf"), float("nan"),
     json.loads("-Infinity"), 1e400, "   ", "3 + 4 = 7\n#### The answer is 7",
+    "None", "nan", "NaN", " NA", "N/A", "<NA>", "null", "#### nan", Decimal("NaN"),
 ]  # fmt: skip
 
 
@@ -234,7 +285,7 @@ def test_gold_answers(capfd):
 def test_golds_that_are_no_answers_are_left_out_and_counted(capfd):
     assert parsed(["1", *NO_GOLDS, "2"]) == ["1", "2"]
     lacking = "without a problem in problem or a final answer in answer"
-    assert capfd.readouterr() == ("", f"x: 17 of 19 rows are left out, {lacking}\n")
+    assert capfd.readouterr() == ("", f"x: 26 of 28 rows are left out, {lacking}\n")
     with pytest.raises(ValueError, match=f"x has only rows {lacking}"):
         parsed(NO_GOLDS)
     rows = [{"problem": prompt, "answer": "1"} for prompt in (None, "", "a")]
@@ -252,11 +303,20 @@ BROKEN = [
     ("jsonl", '{"problem": "a", "answer": 1}\n{"problem": "b", "answ', "line 2"),
     ("jsonl", '{"problem": "a", "answer": 1}\n\n{"problem": "b" "answer": 1}\n{}', "line 3"),
     ("json", '[{"problem": "a"},\n{"problem": ]', "line 2"),
+    ("json", '{"problem": ["a", "b"], "answer": [1, 2]}', "no list of rows"),
+    ("json", '["a", "b"]', "no list of rows"),
+    ("json", '[{"problem": "a", "answer": 1, "answer": 2}]', "one name: .*'answer', 'answer'"),
     ("json", "[]", "has no rows"),
+    # Half a row is no row, though the next line would complete it.
+    ("jsonl", '{"problem": "a", "answer": "1"\n"steps": [1]}', "line 1"),
+    ("jsonl", '{"problem": "a", "answer": "1", "n": {"m": 1}\n"steps": [1]}', "line 1"),
+    ("jsonl", '{"n": [1\n2], "problem": "a", "answer": "1"}', "line 2"),
+    ("jsonl", '{"problem": "a", "answer": 1, "answer": 2}', "one name: .*'answer', 'answer'"),
     ("jsonl", "\ufeff \n", "has no rows"),
     ("csv", "problem,answer\n", "has no rows"),
-    ("csv", "problem,answer\na,1\n1,000 + 2?,1002\n", "more or fewer cells than the header"),
-    ("csv", "problem,answer\na\n", "more or fewer cells than the header"),
+    ("csv", "problem,answer\na,1\n1,000 + 2?,1002\n", "is longer than"),
+    ("csv", "problem,answer\na\n", "is shorter than"),
+    ("csv", "problem,answer,answer\na,1,2\n", "one name: .*'answer', 'answer'"),
     ("csv", 'problem,answer\n"a,1\n', "unexpected end of data"),
 ]
 
@@ -273,14 +333,14 @@ def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tmp_path
     name = write(tmp_path / "set.jsonl", ROWS)
     train, held_out = load(name)
     assert load(name, seed=2)[1] == held_out and load(name, count=3)[1] == held_out[:3]
-    train, held_out = encode_problems(tokenizer, train, held_out, None, {}, 999)
+    train, held_out = encode_problems(tokenizer, train, held_out, None, {}, 999, 999)
     assert plain(train + held_out) == plain(parse_rows(ROWS, "x", None, None, True))
 
 
 def test_of_rows_that_repeat_a_fifth_of_the_problems_is_held_out(tmp_path, tokenizer):
     name = write(tmp_path / "set.jsonl", ROWS[:20] * 10)
     train, held_out = load(name)
-    train, held_out = encode_problems(tokenizer, train, held_out, None, {}, 999)
+    train, held_out = encode_problems(tokenizer, train, held_out, None, {}, 999, 999)
     assert len(held_out) == len({problem.prompt for problem in held_out}) == 4
     assert set(Counter(problem.prompt for problem in train).values()) == {10} and len(train) == 160
 
@@ -294,13 +354,33 @@ def test_rows_repeat_where_only_their_form_differs(tmp_path, tokenizer):
         rows += [{"prompt": prompt, "answer": "1"} for prompt in prompts]
     train, held_out = load(write(tmp_path / "set.jsonl", rows))
     assert len(set(map(data.text_of, held_out))) == len(held_out) == 2
-    assert len(encode_problems(tokenizer, train, held_out, None, {}, 999)[0]) == 32
+    assert len(encode_problems(tokenizer, train, held_out, None, {}, 999, 999)[0]) == 32
 
 
 def test_a_file_of_one_problem_is_too_small(tmp_path, tokenizer):
     train, held_out = load(write(tmp_path / "set.jsonl", ROWS[:1] * 3))
     with pytest.raises(ValueError, match="all training problems are held out: add rows"):
-        encode_problems(tokenizer, train, held_out, None, {}, 999)
+        encode_problems(tokenizer, train, held_out, None, {}, 999, 999)
+
+
+def test_equal_problems_with_different_answers_are_refused(tmp_path, tokenizer):
+    """As with one instruction for all rows, whose inputs stand in another column."""
+    for others in (["5", "6"], ["5", "5.5", "5"], ["x", "y"]):
+        rows = [
+            *ROWS[:20],
+            *({"problem": f"Solve  it.{i * ' '}", "answer": a} for i, a in enumerate(others)),
+        ]
+        for start in (0, 20):
+            name = write(tmp_path / "set.jsonl", rows[start:])
+            with pytest.raises(
+                ValueError, match=f"rows {21 - start} and {22 - start} are the same"
+            ):
+                encode_problems(tokenizer, *load(name), None, {}, 999, 999)
+    rows = [{"problem": "Solve it.", "answer": a} for a in ("1/2", "0.5", "\\frac{1}{2}", "1/2")]
+    train, held_out = load(write(tmp_path / "set.jsonl", ROWS[:20] + rows))
+    encode_problems(tokenizer, train, held_out, None, {}, 999, 999)
+    with pytest.raises(ValueError, match="rows 1 and 1 are the same"):
+        encode_problems(tokenizer, train[:1], [train[0]._replace(answer="x")], None, {}, 999, 999)
 
 
 # ---- The order of the problems -------------------------------------------------------------------
@@ -561,27 +641,88 @@ def test_the_date_in_a_prompt_is_fixed(tokenizer, template):
     )
 
 
-def test_a_template_that_drops_the_system_message_is_refused(tokenizer):
-    """As that of Phi-3-medium, which has no branch for it."""
-    users = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-    mode = "{% if messages[0].role == 'system' %}(short){% endif %}" + users
-    last = "{% set ns.s = '' %}{% for m in messages %}{% if m.role == 'system' %}"
-    last = "{% set ns = namespace(s='') %}" + last + "{% set ns.s = m.content %}{% endif %}"
-    last += "{% endfor %}{{ ns.s }}" + users  # of two, it writes the last one
-    own = [{"role": "system", "content": "Smile."}, {"role": "user", "content": "Start."}]
-    for template, prompt, is_refused in (
-        (users, "Start.", True),
-        (mode, "Start.", False),
-        (last, own, True),
-    ):
-        problem = Problem(prompt, "23")
-        tokenizer.chat_template = template
-        encode_problems(tokenizer, [problem], [], None, {}, 999)
-        if is_refused:
-            with pytest.raises(ValueError, match="the chat template drops a system message"):
-                encode_problems(tokenizer, [problem], [], "Be brief.", {}, 999)
-        else:
-            encode_problems(tokenizer, [problem], [], "Be brief.", {}, 999)
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Start. "}
+BEGUN = {"role": "assistant", "content": "<think>Hm.</think>We"}
+USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+ANYONE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content | trim }}{% endfor %}"
+LAST = (  # of several system messages, it writes the last one
+    "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}"
+    "{% set ns.s = m.content %}{% endif %}{% endfor %}{{ ns.s }}" + USERS
+)
+DROPPED = [  # template, messages
+    (USERS, [SYSTEM, USER]),  # as that of Phi-3-medium
+    (USERS, [USER, {"role": "tool", "content": "4"}, USER]),
+    (ANYONE.replace("%}<", "if m.role in ('user', 'assistant') %}<"), [USER | {"role": "human"}]),
+    ("{{ messages[-1].content }}", [USER, BEGUN, USER]),
+    (LAST, [SYSTEM, SYSTEM | {"content": "Smile."}, USER]),
+    ("{% if messages[0].role == 'system' %}(short){% endif %}" + USERS, [SYSTEM, USER]),
+]
+KEPT = [
+    (ANYONE, [SYSTEM, USER, BEGUN, USER]),
+    ("A default.{% if 1 %}" + ANYONE + "{% endif %}", [USER]),
+    (LAST, [SYSTEM, USER]),
+    ("{{ messages[0].content }}: {{ messages[1].content }}", [SYSTEM, USER]),
+    (ANYONE.replace("m.content", "m.content.split('</think>')[-1]"), [USER, BEGUN, USER]),
+    (ANYONE.replace("m.content", "m.content.replace('Be brief.', '')"), [SYSTEM, USER]),
+    (ANYONE.replace("trim", "tojson"), [SYSTEM, USER | {"content": '"Say\n it"'}]),
+]
+
+
+@pytest.mark.parametrize(("template", "messages"), DROPPED, ids=str)
+def test_a_template_that_drops_a_message_of_any_row_is_refused(tokenizer, template, messages):
+    tokenizer.chat_template = template
+    plain = Problem("Start.", "1", row=1)
+    other = Problem(messages, "2", row=2)
+    encode_problems(tokenizer, [plain], [], None, {}, 999, 999)
+    for sets in (([plain, other], []), ([plain], [other])):
+        with pytest.raises(ValueError, match="row 2: the chat template drops"):
+            encode_problems(tokenizer, *sets, None, {}, 999, 999)
+    if messages[0] == SYSTEM:
+        with pytest.raises(ValueError, match="row 1: the chat template drops"):
+            encode_problems(
+                tokenizer, [plain._replace(prompt=messages[1:])], [], "Be brief.", {}, 999, 999
+            )
+
+
+@pytest.mark.parametrize(("template", "messages"), KEPT, ids=str)
+def test_a_template_may_write_contents_in_its_own_way(tokenizer, template, messages):
+    tokenizer.chat_template = template
+    encode_problems(tokenizer, [Problem(messages, "2")], [], None, {}, 999, 999)
+
+
+CLOSINGS = [  # what a template writes after an answer, and the token that closes it
+    ("<|im_end|>", "<|im_end|>"),
+    ("<|im_end|>\n", "<|im_end|>"),
+    (" \n<|end|> <|im_end|>", "<|end|>"),
+    ("<plain><|im_end|>", None),
+    ("</s>", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("closing", "token"), CLOSINGS)
+def test_the_token_that_closes_an_answer(tokenizer, closing, token):
+    """A base model whose files name another end token would go on after it, into new turns."""
+    tokenizer.add_tokens(["<plain>"])
+    tokenizer.add_tokens(["<|end|>"], special_tokens=True)
+    number = None if token is None else tokenizer.convert_tokens_to_ids(token)
+    for content in ("m.content", "m.content | trim", "'<|im_start|>' + m.content | upper"):
+        turn = "{{ m.role }}\n{{ " + content + " }}" + closing
+        template = "{% for m in messages %}<|im_start|>" + turn + "{% endfor %}"
+        tokenizer.chat_template = template + "{% if add_generation_prompt %}A{% endif %}"
+        assert data.closing_token(tokenizer, {}) == number
+        tokenizer.chat_template = None
+        assert data.closing_token(tokenizer, {"chat_template": template}) == number
+
+
+def test_templates_that_write_no_answer_close_none(tokenizer):
+    for template in (USERS, "{{ raise_exception('no') }}", "{{ messages[1].content.no.no }}"):
+        assert data.closing_token(tokenizer, {"chat_template": template}) is None
+
+
+def test_the_closing_token_of_the_embedded_policy_is_its_end_token(tokenizer):
+    assert data.closing_token(tokenizer, {}) == tokenizer.eos_token_id
 
 
 def test_the_template_writes_the_only_begin_and_end_tokens():
@@ -598,15 +739,21 @@ def test_the_template_writes_the_only_begin_and_end_tokens():
     assert made("hi").input_ids == [0, 3, 1]
     made.chat_template = "{{ bos_token }}{% for m in messages %}user : {{ m.content }}{% endfor %}"
     assert encode_prompt(made, "hi") == [0, 4, 5, 3]
+    # To this tokenizer all other words are one.
+    problems = [Problem(text, "1", row=row) for row, text in enumerate(["hi", "one", "two"], 1)]
+    encode_problems(made, problems[:1], problems[1:2], None, {}, 9, 9)
+    for sets in ((problems, []), (problems[:2], problems[2:])):
+        with pytest.raises(ValueError, match="rows 2 and 3 are the same prompt to the model"):
+            encode_problems(made, *sets, None, {}, 9, 9)
 
 
 def test_a_prompt_longer_than_the_context_is_refused(tokenizer):
-    problems = [Problem("Start with 23.", "23"), Problem("Start with 23, add 19.", "42")]
+    problems = [Problem("Start with 23.", "23"), Problem("Start with 23, add 19.", "42", row=2)]
     longest = max(len(encode_prompt(tokenizer, problem.prompt)) for problem in problems)
-    encode_problems(tokenizer, problems[:1], problems[1:], None, {}, longest)
-    says = f"longest prompt has {longest} tokens. The model's context has room for {longest - 1}"
+    encode_problems(tokenizer, problems[:1], problems[1:], None, {}, longest, 999)
+    says = f"row 2: the prompt has {longest} tokens, .* has room for {longest - 1} beside"
     with pytest.raises(ValueError, match=says):
-        encode_problems(tokenizer, problems[:1], problems[1:], None, {}, longest - 1)
+        encode_problems(tokenizer, problems[:1], problems[1:], None, {}, longest - 1, 999)
 
 
 def copy_with_tokens(folder, count: int, **special):
@@ -622,14 +769,14 @@ def copy_with_tokens(folder, count: int, **special):
 def test_a_pad_token_that_the_model_lacks_is_not_used(tmp_path):
     """As in some files of Llama 2. To read it would be an IndexError in the middle of a run."""
     folder = copy_with_tokens(tmp_path / "model", 100, pad_token="<a new one>")
-    tokenizer, _ = data.load_tokenizer(str(folder), "main", None)
+    tokenizer, *_ = data.load_tokenizer(str(folder), "main", None)
     assert tokenizer.pad_token == tokenizer.eos_token
 
 
 def test_a_prompt_with_a_token_that_the_model_lacks_ends_the_run(tmp_path, run_main):
     folder = copy_with_tokens(tmp_path / "model", 100)
     name = write(tmp_path / "set.jsonl", [{"problem": f"{n} <99>", "answer": 3} for n in range(9)])
-    with pytest.raises((IndexError, ValueError)):
+    with pytest.raises(ValueError, match=r"up to number \d+ \(<99>\)"):
         run_main(model_name_or_path=str(folder), dataset_name=name)
 
 

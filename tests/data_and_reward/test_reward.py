@@ -277,8 +277,17 @@ def test_reward_functions_come_from_dotted_paths_and_have_weights(tmp_path, monk
     assert functions["accuracy_reward"] is None and functions["length"]() == [1]
     assert weights.tolist() == [0.5, -1.0, 2.0]
     assert load_reward_funcs(paths, None)[1].tolist() == [1.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match="two functions accuracy_reward"):
-        load_reward_funcs(["accuracy_reward", "trl.rewards.accuracy_reward"], None)
+    for wrong, weights in (
+        (["math.prod", "math.prod"], None),
+        (paths, [1.0, 2.0]),
+        (paths, [1.0, 2.0, 3.0, 4.0]),
+        (paths, [1.0, 2.0, math.nan]),
+    ):
+        with pytest.raises(ValueError, match="must have different names"):
+            load_reward_funcs(wrong, weights)
+    for wrong in ("prod", "math.pro", "no_such_module_of_test.prod"):
+        with pytest.raises(RuntimeError, match=f"the reward function {wrong} has"):
+            load_reward_funcs([wrong], None)
 
 
 def test_a_reward_module_neither_ends_the_program_nor_moves_it(tmp_path, monkeypatch):
@@ -317,7 +326,7 @@ def test_a_reward_function_gets_what_trl_gives_it():
     assert seen["completions"] == [[{"role": "assistant", "content": t}] for t in ("x", "yy")]
     assert called(with_few_arguments, problems[:1] * 2) == [1.0, 1.0]
     called(function, [Problem("a", "3", (), {"gold": "a column"})] * 2)
-    assert seen["gold"] == ["a column"] * 2
+    assert seen["gold"] == ["3"] * 2  # README promises the answers
 
 
 def test_a_reward_function_gets_copies():
@@ -372,14 +381,24 @@ def test_a_reward_function_that_exits_after_its_first_value_is_an_error():
 
 NO_REWARDS = [
     [math.nan, 1], {"a": 1, "b": 2}, {1, 2}, "12", b"12", [1.0], [1, 2, 3], [], [1.0, 1e39],
-    [-math.inf, 1], [1j, 1], [1, []], [1.0, "x"], None, 1.0, [10**400, 1],
+    [-math.inf, 1], [1j, 1], [1, []], [1.0, "x"], None, 1.0, [10**400, 1], torch.tensor(1.0),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("values", NO_REWARDS, ids=str)
+@pytest.mark.parametrize("values", NO_REWARDS, ids=lambda values: str(values)[:20])
 def test_what_is_no_list_of_finite_numbers_is_refused(values):
-    with pytest.raises((TypeError, ValueError, OverflowError)):
+    with pytest.raises((RuntimeError, ValueError), match="the reward function mine "):
         called(returns(values))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_reward_function_that_fails_or_is_async_is_named():
+    async def later(**_):
+        return [1.0, 2.0]
+
+    for function, says in ((later, "coroutine"), (lambda: [1, 2], "unexpected keyword")):
+        with pytest.raises(RuntimeError, match=f"the reward function mine has .*{says}"):
+            called(function)
 
 
 def test_several_rewards_are_summed_by_their_weights():
