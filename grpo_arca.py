@@ -66,7 +66,14 @@ from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 
-from common.data import check_adapter, check_base, load_data, problem_at, reply_text
+from common.data import (
+    check_adapter,
+    check_base,
+    closing_token,
+    load_data,
+    problem_at,
+    reply_text,
+)
 from common.metrics import (
     RunLog,
     credit_averages,
@@ -348,7 +355,11 @@ class Run:
 
         # The policy, its optimizer and its schedule.
         self.model = load_policy(args, self.accelerator.device)  # its adapter can be disabled
-        stops = (self.model.generation_config.eos_token_id, self.tokenizer.eos_token_id)
+        stops = (  # a base model may name only the first, and close a turn by the last
+            self.model.generation_config.eos_token_id,
+            self.tokenizer.eos_token_id,
+            closing_token(self.tokenizer, json.loads(args.chat_template_kwargs)),
+        )
         ids = [torch.tensor(stop).flatten() for stop in stops if stop is not None]  # one or several
         self.eos_ids = torch.cat(ids).unique().to(self.accelerator.device)  # ascending
         # Looked up once: while the adapter is disabled, its weights seem not to be trained.

@@ -1,8 +1,10 @@
 """What once went on silently wrong, or lost finished work, is refused or right."""
 
 import ctypes
+import json
 import os
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -192,6 +194,24 @@ def test_the_schedule_is_one_update_ahead_of_trls(make_run):
         assert run.share_of_peak_rate(1) == pytest.approx(0.1)
     page = " ".join((ROOT / "docs/trl.md").read_text().split())
     assert "one update ahead of TRL's" in page
+
+
+def test_the_token_that_closes_a_turn_ends_a_completion(make_run, tmp_path):
+    """As with Qwen3-1.7B-Base, whose files name another one. Invented turns would follow."""
+    folder = shutil.copytree(TINY, tmp_path / "base")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        settings = json.loads((folder / name).read_text())
+        is_token = name == "tokenizer_config.json"
+        settings |= {"eos_token": "<|endoftext|>"} if is_token else {"eos_token_id": 0}
+        (folder / name).write_text(json.dumps(settings))
+    run = make_run(model=str(folder), adapter=None, max_completion_length=80)
+    end = run.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert run.tokenizer.eos_token == "<|endoftext|>" and run.tokenizer.eos_token_id != end
+    assert run.eos_ids.tolist() == sorted({run.tokenizer.eos_token_id, end})
+    draws = torch.rand(4, 80, generator=torch.Generator().manual_seed(0))
+    batch = grpo_arca.sample(run, torch.arange(4), run.train_set[:4], draws, 0, {"": None}, {})
+    assert not batch.truncated.any()
+    assert all(ids[-1] == end for ids in batch.completion_ids)
 
 
 def test_arca_refuses_an_adapter_that_moves_no_hidden_state(make_run, tmp_path):
