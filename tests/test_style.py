@@ -17,7 +17,7 @@ BUDGET = {  # pattern of files: statements they may have in all, docstrings not 
     "grpo_oar.py": 895,
     "common/**/*.py": 960,
     "methods/**/*.py": 320,
-    "tools/**/*.py": 840,
+    "tools/**/*.py": 950,
     "results/**/*.py": 1100,
     "tests/**/*.py": 5400,
 }
