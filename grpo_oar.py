@@ -270,7 +270,7 @@ class Batch:
     problems: list[Problem]  # [B] with gold answers and columns
     texts: list[str]  # [B] of the completions, after what the prompts gave of an answer
     completion_ids: list[list[int]]  # [B] their tokens, stop tokens included
-    values: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
+    function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # set by `collect`
     rewards: Tensor = NOT_SET  # [B] their weighted sum; NaN if none applies
     advantages: Tensor = NOT_SET  # [B]
@@ -278,7 +278,7 @@ class Batch:
     update_tokens: float = 0.0  # such tokens per update: mean over the rollout, all processes
     # set by `score`
     old_logp: Tensor = NOT_SET  # [B, T] before the first of several updates, in training mode
-    base_logp: Tensor = NOT_SET  # [B, T] under the reference, if beta or the credit needs it
+    reference_logp: Tensor = NOT_SET  # [B, T] under the reference, if beta or the credit needs it
     scores: Tensor = NOT_SET  # [B, T] the credit signal
     credit: Tensor = NOT_SET  # [B, T] what `surrogate_terms` needs
     weights: Tensor = NOT_SET  # [B, T] each token's share of the gradient: 1 on average
@@ -410,7 +410,7 @@ class Run:
         self.is_interrupted = False  # a signal has come: end after the updates of this rollout
 
     @property
-    def rollout(self) -> int:
+    def rollout_number(self) -> int:
         """The number of the rollout that the next update is on."""
         return self.step // self.updates_per_rollout
 
@@ -464,10 +464,10 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         weights = reshape_scores(args, micro.scores.clamp(min=0), reasoning)
         if args.credit in ("random", "shuffled"):
             length = micro.mask.shape[1]
-            uniforms = row_uniforms(
-                args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
+            draws = row_draws(
+                args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
             )
-            weights = control_weights(args.credit, weights, reasoning, uniforms)
+            weights = control_weights(args.credit, weights, reasoning, draws)
         micro.credit = weights * micro.mask
         micro.weights = micro.credit
 
@@ -549,7 +549,7 @@ def reasoning_noise(
     for i, row in enumerate(probes.rows):
         reasoning = probes.reasoning[i, start:]
         prompt, draw = divmod(int(micro.rows[row]), run.args.num_generations)
-        key = (run.args.seed, "oar_noise", run.rollout, prompt, draw)
+        key = (run.args.seed, "oar_noise", run.rollout_number, prompt, draw)
         stream = torch.Generator(noise.device).manual_seed(key_seed(*key))
         size = (int(reasoning.sum()), embeddings.shape[2])
         drawn = torch.randn(size, generator=stream, device=noise.device)
@@ -748,19 +748,19 @@ def answer_span(
     return begin, end
 
 
-def control_weights(kind: str, weights: Tensor, mask: Tensor, uniforms: Tensor) -> Tensor:
-    """Returns weights [B, T] that know nothing of the tokens, made from uniforms [B, T].
+def control_weights(kind: str, weights: Tensor, mask: Tensor, draws: Tensor) -> Tensor:
+    """Returns weights [B, T] that know nothing of the tokens, made from draws [B, T].
 
     "shuffled" permutes the weights of each completion. "random" draws log-normal ones, which have
     the completion's sum and its concentration (EffN/T).
     """
     if kind == "shuffled":
-        order = torch.where(mask, uniforms, 2.0).argsort(dim=1, stable=True)  # padding stays put
+        order = torch.where(mask, draws, 2.0).argsort(dim=1, stable=True)  # padding stays put
         return weights.gather(1, order)
 
     # EffN/T of exp(sigma * z) falls as sigma grows, so bisection finds each completion's sigma.
     target = weight_stats(weights, mask)["effn"]  # [B]
-    z = torch.special.ndtri(uniforms.clamp(1e-6, 1 - 1e-6))  # [B, T] normal
+    z = torch.special.ndtri(draws.clamp(1e-6, 1 - 1e-6))  # [B, T] normal
     low = torch.zeros_like(target)
     high = torch.full_like(target, 50.0)
     for _ in range(40):
@@ -845,15 +845,17 @@ def collect(run: Run, metrics: dict) -> Batch:
     with timed(metrics, "seconds_rollout"):
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
-            values = batch.values.unflatten(0, (-1, args.num_generations))
+            values = batch.function_rewards.unflatten(0, (-1, args.num_generations))
             flat = rows_without_signal(aggregated_advantages(args, values, run.reward_weights))
             if len(flat) > 0:
                 batch.put(flat, sample_attempt(run, rows[flat.cpu()], attempt, logged))
 
     # Compute the advantages over all processes. G consecutive rows are a group.
-    batch.rewards = weighted_sum(batch.values, run.reward_weights).float()
+    batch.rewards = weighted_sum(batch.function_rewards, run.reward_weights).float()
     order = accelerator.gather(batch.rows).argsort()
-    values = accelerator.gather(batch.values)[order].unflatten(0, (-1, args.num_generations))
+    values = accelerator.gather(batch.function_rewards)[order].unflatten(
+        0, (-1, args.num_generations)
+    )
     advantages = aggregated_advantages(args, values, run.reward_weights)  # [prompts, G]
     advantages[advantages < 0] *= args.negative_weight
     batch.advantages = advantages.flatten()[batch.rows]
@@ -878,19 +880,19 @@ def collect(run: Run, metrics: dict) -> Batch:
 def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     """Samples the given rows of the rollout, and grades them.
 
-    Each attempt has problems and uniforms of its own, which depend on nothing but the row.
+    Each attempt has problems and draws of its own, which depend on nothing but the row.
     """
     args = run.args
     suffix = f" attempt {attempt}" if attempt > 0 else ""
     order = f"{args.seed}{suffix}" if args.shuffle_dataset or attempt > 0 else None
-    groups = (rows + run.rollout * run.rollout_size) // args.num_generations
+    groups = (rows + run.rollout_number * run.rollout_size) // args.num_generations
     problems = [
         run.train_set[problem_at(group, len(run.train_set), order)] for group in groups.tolist()
     ]
-    uniforms = row_uniforms(
+    draws = row_draws(
         args.seed,
         f"rollout{suffix}",
-        run.rollout,
+        run.rollout_number,
         rows,
         args.max_completion_length,
         args.num_generations,
@@ -899,7 +901,7 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
         run,
         rows,
         problems,
-        uniforms,
+        draws,
         args.per_device_rollout_batch_size,
         run.reward_funcs,
         logged,
@@ -967,7 +969,7 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 micro.old_logp = training_forward(run, micro)
             run.policy.eval()
             if run.args.beta > 0:
-                micro.base_logp, _ = torch.func.functional_call(
+                micro.reference_logp, _ = torch.func.functional_call(
                     run.policy, run.start_weights, micro
                 )
         with timed(metrics, "seconds_credit"):
@@ -985,7 +987,7 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 micro.advantages,
                 micro.loss_mask,
                 micro.sampled_logp,
-                micro.base_logp,
+                micro.reference_logp,
             )
             for micro in micros
         ],
@@ -1041,7 +1043,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
 
 def training_forward(run: Run, micro: Batch) -> Tensor:
     """Returns log-probs [B, T] in training mode, with dropout that depends only on the rows."""
-    torch.manual_seed(key_seed(run.args.seed, "dropout", run.rollout, int(micro.rows[0])))
+    torch.manual_seed(key_seed(run.args.seed, "dropout", run.rollout_number, int(micro.rows[0])))
     run.policy.train()
     return run.policy(micro)[0]
 
@@ -1060,7 +1062,7 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
     low, high = micro.bounds or (1 - args.epsilon, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
     if args.beta > 0:
-        base_log_ratio = torch.where(micro.mask, micro.base_logp - logp, 0.0)
+        base_log_ratio = torch.where(micro.mask, micro.reference_logp - logp, 0.0)
         kl = base_log_ratio.exp() - base_log_ratio - 1  # k3, joschu.net/blog/kl-approx
         if args.use_bias_correction_kl:  # the gradient of the reverse KL, arXiv 2512.02556
             kl = kl * ratio
@@ -1080,7 +1082,7 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
 def evaluate(run: Run) -> None:
     """Answers the held-out problems, and logs how many answers are right and their rewards.
 
-    All evaluations use the same uniforms.
+    All evaluations use the same draws.
     """
     own_funcs = {name: function for name, function in run.reward_funcs.items() if function}
     verdicts: list[Any] = []  # of each answer: kind, number of the problem, and its rewards
@@ -1097,16 +1099,21 @@ def evaluate(run: Run) -> None:
             run,
             rows,
             [run.held_out[n] for n in numbers],
-            row_uniforms(run.args.seed, "eval", 0, rows, run.args.max_completion_length, samples),
+            row_draws(run.args.seed, "eval", 0, rows, run.args.max_completion_length, samples),
             run.args.per_device_eval_batch_size,
             {"": None} | funcs,  # the grader's own verdict comes first
             logged={},
             is_greedy=kind == "greedy",
         )
         run.log.write_completions(
-            run.step, kind, batch.problems, batch.texts, batch.values[:, 0], batch.truncated
+            run.step,
+            kind,
+            batch.problems,
+            batch.texts,
+            batch.function_rewards[:, 0],
+            batch.truncated,
         )
-        verdicts += zip([kind] * len(rows), numbers, batch.values.tolist(), strict=True)
+        verdicts += zip([kind] * len(rows), numbers, batch.function_rewards.tolist(), strict=True)
     run.log.write(
         {"step": run.step, "eval": eval_metrics(["", *own_funcs], gather_object(verdicts))}
     )
@@ -1258,10 +1265,10 @@ def key_seed(*key: object) -> int:
     return int.from_bytes(digest, "big") >> 1  # a positive int64
 
 
-def row_uniforms(
+def row_draws(
     seed: int, kind: str, step: int, rows: Tensor, length: int, group_size: int
 ) -> Tensor:
-    """Returns uniforms [B, length] that depend only on the seed, `kind`, `step` and the row.
+    """Returns draws [B, length] that depend only on the seed, `kind`, `step` and the row.
 
     A row is prompt * group_size + sample.
     """
@@ -1272,9 +1279,9 @@ def row_uniforms(
 
 
 def sample_tokens(
-    logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0
+    logits: Tensor, draws: Tensor, temperature: float = 1.0, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Samples a token for each row of logits [B, V] by inverse CDF, from uniforms [B] in [0, 1).
+    """Samples a token for each row of logits [B, V] by inverse CDF, from draws [B] in [0, 1).
 
     Returns tokens, log-probs and entropies, all [B]. The last two are of the distribution that is
     trained: the one before top_p. A temperature of 0 is greedy.
@@ -1292,20 +1299,20 @@ def sample_tokens(
     # uniform is at most 1 - 2^-24, so that is less than the total: no impossible token is picked.
     # In fp32 the sums would lose what the last of many tokens add. NaN logits give the last token.
     cdf = kept_logp.exp().cumsum(-1, dtype=torch.float64)
-    token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).clamp(
+    token = torch.searchsorted(cdf, draws[:, None] * cdf[:, -1:], right=True).clamp(
         max=logits.shape[1] - 1
     )  # [B, 1]
     return token.squeeze(1), logp.gather(1, token).squeeze(1), entropy
 
 
-def decode(run: Run, prompt_ids: Tensor, uniforms: Tensor, is_greedy: bool) -> tuple:
+def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tuple:
     """Samples until every completion has a stop token or T tokens, from prompts [B, P].
 
     Returns ids [B, P + T], where -1 is no token, and log-probs and entropies [B, T]. This is our
     own loop because `generate` does not compile NF4 layers and returns no entropies.
     """
     base = run.model.get_base_model()
-    length = uniforms.shape[1]  # T
+    length = draws.shape[1]  # T
     begin = prompt_ids.shape[1]  # column of the first token
     first = int((prompt_ids >= 0).any(0).nonzero()[0])  # column that is not padding in all rows
     ids = F.pad(prompt_ids, (0, length), value=-1)  # [B, P + T]
@@ -1325,7 +1332,7 @@ def decode(run: Run, prompt_ids: Tensor, uniforms: Tensor, is_greedy: bool) -> t
         at = (rows, column)
         ids[at], logp[at], entropy[at] = sample_tokens(
             head_logits(base, hidden),
-            uniforms[rows, column - begin],
+            draws[rows, column - begin],
             0.0 if is_greedy else run.args.temperature,
             run.args.top_p,
         )
@@ -1368,7 +1375,7 @@ def sample(
     run: Run,
     rows: Tensor,
     problems: list[Problem],
-    uniforms: Tensor,
+    draws: Tensor,
     batch_size: int,
     reward_funcs: dict[str, Any],
     logged: dict[str, list[float]],
@@ -1376,11 +1383,11 @@ def sample(
 ) -> Batch:
     """Samples a completion of up to T tokens for each problem, and grades it.
 
-    The samples follow from uniforms [B, T]. What the reward functions give and log is appended to
+    The samples follow from draws [B, T]. What the reward functions give and log is appended to
     `logged`.
 
     `batch_size` completions are sampled at a time; 0: all. Each depends on its own row of the
-    uniforms, so the parts change no sample. The widths of the batch are those of the longest prompt
+    draws, so the parts change no sample. The widths of the batch are those of the longest prompt
     of all problems and of T. Masks come from lengths, never from token ids: the pad token may also
     be a stop token.
     """
@@ -1390,7 +1397,7 @@ def sample(
     padded = [[-1] * (width - len(p.prompt_ids)) + [*p.prompt_ids] for p in problems]
     prompts = torch.tensor(padded, device=device)  # [B, P]
     size = batch_size or len(rows)
-    parts = zip(prompts.split(size), uniforms.to(device).split(size), strict=True)
+    parts = zip(prompts.split(size), draws.to(device).split(size), strict=True)
     weights = dense(run.model) if run.args.rollout_weights == "dense" else contextlib.nullcontext()
     with weights, run.accelerator.autocast():
         decoded = [decode(run, *part, is_greedy) for part in parts]
@@ -1420,7 +1427,9 @@ def sample(
         problems=problems,
         texts=texts,
         completion_ids=completion_ids,
-        values=reward_values(reward_funcs, problems, texts, completion_ids, logged).to(device),
+        function_rewards=reward_values(reward_funcs, problems, texts, completion_ids, logged).to(
+            device
+        ),
     )
 
 
@@ -1549,8 +1558,8 @@ def check_model(run: Run) -> None:
     problems = [run.train_set[0]] * run.args.num_generations  # a whole group, as in a rollout
     problems[0] = problems[0]._replace(prompt_ids=ids[len(ids) // 3 :])  # so that it is padded
     rows = torch.arange(len(problems))
-    uniforms = row_uniforms(run.args.seed, "check", 0, rows, 8, len(rows))
-    batch = sample(run, rows, problems, uniforms, 0, run.reward_funcs, {})
+    draws = row_draws(run.args.seed, "check", 0, rows, 8, len(rows))
+    batch = sample(run, rows, problems, draws, 0, run.reward_funcs, {})
 
     # Recompute its log-probs in training mode but for dropout: some layers have other noise there.
     run.policy.train()

@@ -27,7 +27,7 @@ from grpo_arca import (
     Tensor,
     control_weights,
     flag,
-    row_uniforms,
+    row_draws,
     torch,
 )
 
@@ -49,14 +49,14 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Sets the clip range of each token, and draws the uniforms of the shuffled control."""
+    """Sets the clip range of each token, and draws the draws of the shuffled control."""
     args = run.args
     for micro in micros:
         root = micro.mask.cumsum(1).sqrt()  # [B, T] of the position in the completion, from 1
         micro.bounds = ((-args.log_clip_low * root).exp(), (args.log_clip_high * root).exp())
         length = micro.mask.shape[1]
-        micro.credit = row_uniforms(
-            args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
+        micro.credit = row_draws(
+            args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
         )
         micro.weights = micro.scores
 

@@ -27,7 +27,7 @@ from grpo_arca import (
     control_weights,
     flag,
     normalize,
-    row_uniforms,
+    row_draws,
     torch,
 )
 
@@ -84,15 +84,15 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         credit = torch.zeros_like(micro.entropy)
         credit[micro.mask] = part
         if args.credit == "shuffled":
-            uniforms = row_uniforms(
+            draws = row_draws(
                 args.seed,
                 "credit",
-                run.rollout,
+                run.rollout_number,
                 micro.rows,
                 micro.mask.shape[1],
                 args.num_generations,
             )
-            credit = control_weights("shuffled", credit, micro.mask, uniforms)
+            credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)
 

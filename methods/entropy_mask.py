@@ -14,7 +14,7 @@ many tokens of each completion as the method does, but on any.
 
 from typing import Literal
 
-from grpo_arca import Batch, Run, Tensor, control_weights, flag, row_uniforms
+from grpo_arca import Batch, Run, Tensor, control_weights, flag, row_draws
 
 
 class Flags:
@@ -40,15 +40,15 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     lowest = entropies.topk(kept).values[-1]
     for micro in micros:
         length = micro.mask.shape[1]
-        uniforms = row_uniforms(
-            args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
+        draws = row_draws(
+            args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
         )
         is_kept = micro.scores >= lowest
         if args.credit == "random":
-            is_kept = uniforms < args.kept_share
+            is_kept = draws < args.kept_share
         credit = (is_kept & micro.mask).float()
         if args.credit == "shuffled":
-            credit = control_weights("shuffled", credit, micro.mask, uniforms)
+            credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         share = credit.sum(1, keepdim=True) / micro.mask.sum(1, keepdim=True)
         micro.weights = credit / share.clamp(min=1e-30)

@@ -23,7 +23,7 @@ from grpo_arca import (
     Tensor,
     control_weights,
     flag,
-    row_uniforms,
+    row_draws,
     torch,
 )
 
@@ -45,12 +45,12 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Draws the uniforms of the shuffled control."""
+    """Draws the draws of the shuffled control."""
     args = run.args
     for micro in micros:
         length = micro.mask.shape[1]
-        micro.credit = row_uniforms(
-            args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
+        micro.credit = row_draws(
+            args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
         )
         micro.weights = micro.scores
 

@@ -34,7 +34,7 @@ from grpo_arca import (
     nn,
     normalize,
     replace,
-    row_uniforms,
+    row_draws,
     torch,
 )
 
@@ -98,10 +98,10 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         sign = micro.advantages.sign()[:, None]
         credit = sign * (sign * change).clamp(min=0)
         if run.args.credit == "shuffled":
-            uniforms = row_uniforms(
-                run.args.seed, "credit", run.rollout, micro.rows, micro.mask.shape[1], size
+            draws = row_draws(
+                run.args.seed, "credit", run.rollout_number, micro.rows, micro.mask.shape[1], size
             )
-            credit = control_weights("shuffled", credit, micro.mask, uniforms)
+            credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit.abs(), micro.mask, 1.0)
 

@@ -30,7 +30,7 @@ from grpo_arca import (
     nn,
     normalize,
     replace,
-    row_uniforms,
+    row_draws,
     torch,
 )
 
@@ -88,22 +88,22 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     share = args.rlsd_lambda
     if args.rlsd_lambda_decay_steps > 0:
         # Updates up to this rollout, not those within it, so that a resumed run has the same.
-        done = run.rollout * run.updates_per_rollout
+        done = run.rollout_number * run.updates_per_rollout
         share *= max(0.0, 1 - done / args.rlsd_lambda_decay_steps)
     clip = args.rlsd_reweight_clip_range
     for micro in micros:
         weights = (micro.advantages.sign()[:, None] * micro.scores).exp().clamp(1 - clip, 1 + clip)
         credit = (1 - share + share * weights) * micro.mask
         if args.credit == "shuffled":
-            uniforms = row_uniforms(
+            draws = row_draws(
                 args.seed,
                 "credit",
-                run.rollout,
+                run.rollout_number,
                 micro.rows,
                 micro.mask.shape[1],
                 args.num_generations,
             )
-            credit = control_weights("shuffled", credit, micro.mask, uniforms)
+            credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)
 

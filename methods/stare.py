@@ -25,7 +25,7 @@ from grpo_arca import (
     flag,
     math,
     normalize,
-    row_uniforms,
+    row_draws,
     torch,
 )
 
@@ -75,10 +75,10 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
             credit[less] = args.attenuation
         if args.credit == "shuffled":
             length = micro.mask.shape[1]
-            uniforms = row_uniforms(
-                args.seed, "credit", run.rollout, micro.rows, length, args.num_generations
+            draws = row_draws(
+                args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
             )
-            credit = control_weights("shuffled", credit, micro.mask, uniforms)
+            credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)
 

@@ -142,14 +142,19 @@ def count_claims(run: trainer.Run, jobs: list[Job]) -> None:
     for first in range(0, len(jobs), MOST_AT_ONCE):
         part = jobs[first : first + MOST_AT_ONCE]
         rows = torch.arange(first, first + len(part))
-        uniforms = trainer.row_uniforms(
-            args.seed, "values", run.rollout, rows, args.max_completion_length, args.num_generations
+        draws = trainer.row_draws(
+            args.seed,
+            "values",
+            run.rollout_number,
+            rows,
+            args.max_completion_length,
+            args.num_generations,
         )
         problems = []
         for group, _, begun in part:
             prompt_ids = (*group.problem.prompt_ids, *begun)
             problems.append(group.problem._replace(prompt_ids=prompt_ids))
-        batch = trainer.sample(run, rows, problems, uniforms, 0, run.reward_funcs, {})
+        batch = trainer.sample(run, rows, problems, draws, 0, run.reward_funcs, {})
         for (group, claims, begun), more in zip(part, batch.completion_ids, strict=True):
             right = read_solution(run.tokenizer, begun + more, group.problem).right
             group.held[claims:right] += 1

@@ -86,8 +86,8 @@ def sample(run: Any, module: Any) -> Any:
         problems += [problem] * SAMPLES
     rows = torch.arange(len(problems))
     length = run.args.max_completion_length
-    uniforms = module.row_uniforms(run.args.seed, "probe", 0, rows, length, SAMPLES)
-    batch = module.sample(run, rows, problems, uniforms, 0, run.reward_funcs, {})
+    draws = module.row_draws(run.args.seed, "probe", 0, rows, length, SAMPLES)
+    batch = module.sample(run, rows, problems, draws, 0, run.reward_funcs, {})
     return replace(batch, advantages=torch.ones(len(rows)), loss_mask=batch.mask)
 
 

@@ -47,8 +47,8 @@ def randomize_adapter(model, scale: float = 0.05) -> None:
             parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
 
 
-def fixed_uniforms(*shape) -> torch.Tensor:
-    """Returns uniforms that are the same in every run."""
+def fixed_draws(*shape) -> torch.Tensor:
+    """Returns draws that are the same in every run."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -58,11 +58,11 @@ def problems_of(run, count: int = 4) -> list[Problem]:
     return [Problem(text, "1", prompt_ids=tuple(run.tokenizer(text).input_ids)) for text in texts]
 
 
-def sample(run, problems: list[Problem], uniforms: torch.Tensor, is_greedy: bool = False):
+def sample(run, problems: list[Problem], draws: torch.Tensor, is_greedy: bool = False):
     """Returns a completion of each problem, as rows 0, 1, 2, ... of a rollout."""
     rows = torch.arange(len(problems))
     size = run.args.per_device_rollout_batch_size
-    return grpo_arca.sample(run, rows, problems, uniforms, size, run.reward_funcs, {}, is_greedy)
+    return grpo_arca.sample(run, rows, problems, draws, size, run.reward_funcs, {}, is_greedy)
 
 
 def stock(run, batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,13 +125,13 @@ def random_batch(module=grpo_arca, rows=8, prompt=6, length=12, seed=0, vocabula
         problems=[Problem(f"problem {row}", "1") for row in range(rows)],
         texts=[f"text {row}" for row in range(rows)],
         completion_ids=[[row] for row in range(rows)],
-        values=torch.zeros(rows, 1, dtype=torch.float64),
+        function_rewards=torch.zeros(rows, 1, dtype=torch.float64),
         rewards=(noise[:, 0] > 0).float(),
         advantages=torch.randn(rows, generator=generator),
         loss_mask=mask,
         update_tokens=float(mask.sum()),
         old_logp=torch.where(mask, -noise.abs(), 0.0),
-        base_logp=torch.where(mask, -noise.abs() - 0.1 * noise, 0.0),
+        reference_logp=torch.where(mask, -noise.abs() - 0.1 * noise, 0.0),
         scores=torch.where(mask, noise.abs(), 0.0),
         credit=mask.float(),
         weights=mask.float(),
@@ -140,7 +140,7 @@ def random_batch(module=grpo_arca, rows=8, prompt=6, length=12, seed=0, vocabula
 
 def unscored(batch, module=grpo_arca):
     """Returns the batch as it is before `score`."""
-    names = ("old_logp", "base_logp", "scores", "credit", "weights")
+    names = ("old_logp", "reference_logp", "scores", "credit", "weights")
     return replace(batch, **dict.fromkeys(names, module.NOT_SET))
 
 
@@ -192,7 +192,7 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
         "completion_mask": mask,
         "advantages": batch.advantages if advantages is None else advantages,
         "old_per_token_logps": batch.old_logp,
-        "ref_per_token_logps": batch.base_logp,
+        "ref_per_token_logps": batch.reference_logp,
         "num_items_in_batch": torch.tensor(tokens or mask.sum().item()),
     }
     loss = trl.GRPOTrainer._compute_loss(stub, None, inputs)

@@ -86,7 +86,7 @@ def sample(
     model: PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     problems: list[Problem],
-    uniforms: Tensor | None = None,
+    draws: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, int]:
     """Returns a completion of each problem: ids and attention mask [B, P + T], and the width P.
 
@@ -109,11 +109,11 @@ def sample(
             position_ids=(attention.cumsum(1) - 1)[:, new],
             past_key_values=cache,
         ).logits[:, -1]  # [B, V]
-        if uniforms is None:
+        if draws is None:
             token = logits.argmax(1, keepdim=True)  # [B, 1]
         else:  # the first token at which the cumulative probability exceeds the uniform
             cdf = logits.softmax(1).double().cumsum(1)
-            token = torch.searchsorted(cdf, uniforms[:, t, None] * cdf[:, -1:], right=True)
+            token = torch.searchsorted(cdf, draws[:, t, None] * cdf[:, -1:], right=True)
         token = torch.where(is_open > 0, token, tokenizer.pad_token_id)
         ids = torch.cat((ids, token), 1)
         attention = torch.cat((attention, is_open), 1)
@@ -177,8 +177,8 @@ def train() -> None:
         # Sample a group of completions for each of the next prompts, and grade them.
         chosen = problems[rollout * PROMPTS : (rollout + 1) * PROMPTS]
         repeated = [chosen[row // GROUP] for row in range(PROMPTS * GROUP)]
-        uniforms = torch.rand(PROMPTS * GROUP, LENGTH)
-        ids, attention, width = sample(model, tokenizer, repeated, uniforms)
+        draws = torch.rand(PROMPTS * GROUP, LENGTH)
+        ids, attention, width = sample(model, tokenizer, repeated, draws)
         rewards = grade(tokenizer, ids[:, width:], repeated)
         print(f"rollout {rollout + 1}: {rewards.mean():.1%} right")
 

@@ -5,7 +5,7 @@ import itertools
 import grpo_on_one_page
 import pytest
 import torch
-from support import fixed_uniforms, problems_of, random_batch, sample, stock, unscored
+from support import fixed_draws, problems_of, random_batch, sample, stock, unscored
 
 import grpo_arca
 from common.metrics import weight_stats
@@ -28,7 +28,7 @@ SIGNALS = ("arca", "surprisal", "probability", "divergence", "entropy_reduction"
 def test_weights_are_those_of_the_papers_formula(make_run, credit, power):
     """w_t = T (alpha_t + 1e-8)^p / sum_k (alpha_k + 1e-8)^p, one completion at a time."""
     run = make_run(credit=credit, sharpening=power)
-    batch = sample(run, problems_of(run, 4), fixed_uniforms(4, 24))
+    batch = sample(run, problems_of(run, 4), fixed_draws(4, 24))
     batch.advantages = torch.ones(4)
     batch.loss_mask = batch.mask
     scored(run, batch)
@@ -96,7 +96,7 @@ def test_arca_computes_the_head_of_the_base_alone_and_changes_no_gradient(make_r
     batch = scored(run)
     assert sum(heads) == batch.mask.numel()
     with torch.no_grad(), run.model.disable_adapter():
-        assert torch.equal(batch.base_logp, run.policy(batch)[0])
+        assert torch.equal(batch.reference_logp, run.policy(batch)[0])
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
 

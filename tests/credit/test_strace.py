@@ -241,7 +241,7 @@ def test_what_lies_outside_the_completions_changes_nothing():
     results = []
     for junk in (0.0, 1e4):
         batch = ragged(5)
-        for name in ("old_logp", "entropy", "base_logp"):
+        for name in ("old_logp", "entropy", "reference_logp"):
             value = getattr(batch, name)
             setattr(batch, name, torch.where(batch.mask, value, junk))
         assign(args, batch)

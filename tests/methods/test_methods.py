@@ -12,7 +12,7 @@ import torch
 from support import (
     ROOT,
     TINY,
-    fixed_uniforms,
+    fixed_draws,
     fork_case,
     problems_of,
     random_batch,
@@ -45,10 +45,10 @@ def credited(name: str, **flags) -> tuple:
     """
     batch = random_batch(load(name))
     batch.sampled_logp = 3 * batch.old_logp
-    batch.scores = 10 * (batch.old_logp - batch.base_logp)
+    batch.scores = 10 * (batch.old_logp - batch.reference_logp)
     batch.old_logp = batch.sampled_logp - 0.4 * batch.scores  # an update has changed the policy
     batch.advantages = torch.tensor([1.5, -0.5, 0.7, -1.2, -0.3, 0.4, -2.0, 0.0])
-    batch.hidden = fixed_uniforms(8, 12, 5) - 0.5
+    batch.hidden = fixed_draws(8, 12, 5) - 0.5
     run = SimpleNamespace(
         args=load(name).Args(num_generations=4, **flags),
         policy=lambda micro: (micro.sampled_logp, micro.hidden[:, : micro.mask.shape[1]]),
@@ -227,7 +227,7 @@ def test_evidence_is_what_the_answer_changes(make_run, name, clip, told, answers
     """The truth is transformers' model. Told wrong, one hears the answer of the other problem."""
     run = make_run(load(name), told=told)  # its adapter is random
     run.train_set = [p._replace(answer="78"[i]) for i, p in enumerate(problems_of(run, 2))]
-    batch = sample(run, run.train_set, fixed_uniforms(2, 24))
+    batch = sample(run, run.train_set, fixed_draws(2, 24))
     evidence = load(name).token_scores(run, batch, {})
     for i, tokens in enumerate(batch.completion_ids):
         prompt = f"{run.train_set[i].prompt} The answer is {answers[i]}."

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator
-from support import ROOT, SCRIPTS, fixed_uniforms, metrics_of, random_batch
+from support import ROOT, SCRIPTS, fixed_draws, metrics_of, random_batch
 
 import grpo_arca
 from common.metrics import (
@@ -60,9 +60,9 @@ def naive_stats(row: list[float]) -> list[float]:
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 def test_concentration_of_credit_is_that_of_a_plain_loop(scale):
     """Of rows with 0, 1, ... tokens, whose masks have holes with NaN in them."""
-    weights = fixed_uniforms(16, 37).pow(3) * scale
+    weights = fixed_draws(16, 37).pow(3) * scale
     weights[:, ::5] = 0.0
-    mask = fixed_uniforms(16, 37, 2)[..., 1] < torch.linspace(0, 1, 16)[:, None]
+    mask = fixed_draws(16, 37, 2)[..., 1] < torch.linspace(0, 1, 16)[:, None]
     mask[1] = torch.arange(37) == 3
     stats = weight_stats(weights.masked_fill(~mask, math.nan), mask)
     for row, is_token in enumerate(mask):
@@ -115,7 +115,7 @@ def test_figures_of_an_update_are_those_of_a_plain_loop(make_run):
     run = make_run(epsilon=0.1, epsilon_high=0.3)
     micro = random_batch(rows=6)
     logp = grpo_arca.training_forward(run, micro).detach()
-    micro.old_logp = torch.where(micro.mask, logp + 0.5 * fixed_uniforms(*logp.shape) - 0.25, 0.0)
+    micro.old_logp = torch.where(micro.mask, logp + 0.5 * fixed_draws(*logp.shape) - 0.25, 0.0)
     micro.sampled_logp = micro.old_logp - 0.25 * micro.mask
     ratio = (logp - micro.old_logp).exp()
     is_up = (micro.advantages > 0)[:, None]

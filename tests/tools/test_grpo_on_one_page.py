@@ -13,7 +13,7 @@ import grpo_arca
 
 @pytest.mark.parametrize("credit", ["arca", "uniform"])
 def test_the_first_updates_are_those_of_grpo_arca(make_run, monkeypatch, credit):
-    """Loss and gradient of two updates on each of two rollouts, from the same uniforms.
+    """Loss and gradient of two updates on each of two rollouts, from the same draws.
 
     grpo_arca splits them into micro-batches, and leaves rows without a gradient out. After each
     update it gets the page's weights, because Adam makes whole steps of rounding.
@@ -40,8 +40,8 @@ def test_the_first_updates_are_those_of_grpo_arca(make_run, monkeypatch, credit)
     ) as backward:
         page.train()
 
-    uniforms = [call.args[3] for call in sample.call_args_list if len(call.args) == 4]
-    monkeypatch.setattr(grpo_arca, "row_uniforms", lambda *_: uniforms.pop(0))
+    draws = [call.args[3] for call in sample.call_args_list if len(call.args) == 4]
+    monkeypatch.setattr(grpo_arca, "row_draws", lambda *_: draws.pop(0))
     monkeypatch.setattr(grpo_arca, "evaluate", mock.Mock())
     monkeypatch.setattr(grpo_arca, "save_checkpoint", mock.Mock())
     run = make_run(

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from support import (
-    fixed_uniforms,
+    fixed_draws,
     problems_of,
     random_batch,
     randomize_adapter,
@@ -26,7 +26,7 @@ def test_the_policy_that_samples_is_the_one_that_is_trained(make_run, weights):
     run = make_run(dtype="bfloat16", rollout_weights=weights)
     for scale in (0.01, 0.0001):
         randomize_adapter(run.model, scale)
-        batch = sample(run, problems_of(run, 16), fixed_uniforms(16, 24))
+        batch = sample(run, problems_of(run, 16), fixed_draws(16, 24))
         block = grpo_arca.dense(run.model) if weights == "dense" else contextlib.nullcontext()
         with torch.no_grad():
             training, _ = run.policy(batch)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from support import fixed_uniforms, problems_of, randomize_adapter, sample
+from support import fixed_draws, problems_of, randomize_adapter, sample
 
 import grpo_arca
 
@@ -38,7 +38,7 @@ def test_captured_steps_sample_what_eager_ones_do(make_run, monkeypatch, weights
         randomize_adapter(run.model, scale)
         samples = []
         for run.args.cuda_graphs in (True, False):
-            samples.append(sample(run, problems_of(run, 64), fixed_uniforms(64, 80)))
+            samples.append(sample(run, problems_of(run, 64), fixed_draws(64, 80)))
         assert samples[0].completion_ids == samples[1].completion_ids
         torch.testing.assert_close(samples[0].sampled_logp, samples[1].sampled_logp)
     assert len(captures) > 2  # more than one a rollout: it went on in smaller tensors

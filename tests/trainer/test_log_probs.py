@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import fixed_uniforms, problems_of, random_batch, sample, stock, trained, unscored
+from support import fixed_draws, problems_of, random_batch, sample, stock, trained, unscored
 
 import grpo_arca
 
@@ -60,7 +60,7 @@ def test_a_rollout_changes_no_gradient(make_run):
     run = make_run(rollout_weights="quantized")
     batch = unscored(random_batch())
     before = gradients(run, grpo_arca.training_forward(run, batch), batch.mask)
-    sample(run, problems_of(run), fixed_uniforms(4, 24))
+    sample(run, problems_of(run), fixed_draws(4, 24))
     grpo_arca.score(run, batch, [batch], {})
     after = gradients(run, grpo_arca.training_forward(run, batch), batch.mask)
     assert torch.equal(before, after)

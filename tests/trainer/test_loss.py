@@ -436,7 +436,7 @@ def test_ten_skipped_updates_end_the_run_with_a_checkpoint(
 
 # ---- Dynamic sampling ----------------------------------------------------------------------------
 def test_only_groups_with_equal_rewards_are_drawn_again(make_run):
-    """By problems and uniforms of their own, which depend on the row and the attempt alone; until
+    """By problems and draws of their own, which depend on the row and the attempt alone; until
     rewards differ, and at most so often as the flag says. The rest of the rollout stays."""
     batches = {}
     judged = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import TINY, fixed_uniforms, sample, stock, trained
+from support import TINY, fixed_draws, sample, stock, trained
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import grpo_arca
@@ -98,7 +98,7 @@ def check_greedy(run) -> None:
 def check_log_probs_and_gradients(run) -> None:
     """Of completions that end early: as sampled, as trained, and by transformers' own code."""
     run.eos_ids = torch.arange(3, 70)
-    batch = sample(run, PROBLEMS, fixed_uniforms(3, LENGTH))
+    batch = sample(run, PROBLEMS, fixed_draws(3, LENGTH))
     assert batch.mask.sum(1).unique().numel() > 1
     logp = grpo_arca.training_forward(run, batch)
     run.policy.eval()

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from support import fixed_uniforms, problems_of, sample
+from support import fixed_draws, problems_of, sample
 from test_models import FAMILIES, TOKENIZER, random_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,11 +127,11 @@ def graphs(monkeypatch) -> list[RecordedGraph]:
 def check_replay(graphs, run) -> list[int]:
     """Samples with graphs and without. Returns how often each graph was replayed."""
     problems = problems_of(run, 12)
-    uniforms = fixed_uniforms(12, 64)
-    replayed = sample(run, problems, uniforms)
+    draws = fixed_draws(12, 64)
+    replayed = sample(run, problems, draws)
     replays = [graph.replays for graph in graphs]
     run.args.cuda_graphs = False
-    eager = sample(run, problems, uniforms)
+    eager = sample(run, problems, draws)
     assert len(graphs) == len(replays)
     for name in ("ids", "attention", "sampled_logp", "entropy"):
         assert torch.equal(getattr(replayed, name), getattr(eager, name)), name

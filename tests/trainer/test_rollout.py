@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support import TINY, fixed_uniforms, problems_of, sample, stock
+from support import TINY, fixed_draws, problems_of, sample, stock
 
 import grpo_arca
 
@@ -27,10 +27,10 @@ def test_a_token_is_where_its_uniform_falls_in_the_exact_distribution(size, top_
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(200, size, generator=generator)
     logits[:, 0] = logits[:, -1] = -torch.inf
-    uniforms = torch.rand(200, generator=generator)
-    uniforms[:50] = 0.0  # rounding must not make of these a first or last token
-    uniforms[50:100] = 1 - 2**-24
-    token, logp, entropy = grpo_arca.sample_tokens(logits, uniforms, 0.7, top_p)
+    draws = torch.rand(200, generator=generator)
+    draws[:50] = 0.0  # rounding must not make of these a first or last token
+    draws[50:100] = 1 - 2**-24
+    token, logp, entropy = grpo_arca.sample_tokens(logits, draws, 0.7, top_p)
 
     exact = (logits.double() / 0.7).log_softmax(-1)
     ordered, index = exact.exp().sort(-1, descending=True)
@@ -40,7 +40,7 @@ def test_a_token_is_where_its_uniform_falls_in_the_exact_distribution(size, top_
     own = mass.gather(1, token[:, None])[:, 0]
     above = mass.cumsum(-1).gather(1, token[:, None])[:, 0]
     assert (own > 0).all()
-    assert (above - own <= uniforms + 2e-5).all() and (uniforms <= above + 2e-5).all()
+    assert (above - own <= draws + 2e-5).all() and (draws <= above + 2e-5).all()
     own_logp = exact.gather(1, token[:, None])[:, 0]
     torch.testing.assert_close(logp.double(), own_logp, atol=1e-4, rtol=0)
     expected = -(exact.exp() * exact.clamp(min=-1e9)).sum(-1)
@@ -49,15 +49,15 @@ def test_a_token_is_where_its_uniform_falls_in_the_exact_distribution(size, top_
 
 def test_uniforms_depend_on_the_seed_and_the_row_alone():
     """Not on the other rows, the samples that a prompt has, or what was drawn before."""
-    whole = grpo_arca.row_uniforms(1, "rollout", 3, torch.arange(12), 7, 4)
+    whole = grpo_arca.row_draws(1, "rollout", 3, torch.arange(12), 7, 4)
     assert len(whole.unique()) == 12 * 7
     torch.rand(1)
-    part = grpo_arca.row_uniforms(1, "rollout", 3, torch.tensor([9, 2]), 7, 4)
+    part = grpo_arca.row_draws(1, "rollout", 3, torch.tensor([9, 2]), 7, 4)
     assert torch.equal(part, whole[[9, 2]])
-    wider = grpo_arca.row_uniforms(1, "rollout", 3, torch.tensor([6 * 2 + 1]), 7, 6)
+    wider = grpo_arca.row_draws(1, "rollout", 3, torch.tensor([6 * 2 + 1]), 7, 6)
     assert torch.equal(wider[0], whole[4 * 2 + 1])  # prompt 2, sample 1
     for seed, kind, step in ((2, "rollout", 3), (1, "eval", 3), (1, "rollout", 4)):
-        other = grpo_arca.row_uniforms(seed, kind, step, torch.arange(12), 7, 4)
+        other = grpo_arca.row_draws(seed, kind, step, torch.arange(12), 7, 4)
         assert not (other == whole).any()
 
 
@@ -90,8 +90,8 @@ def test_sampled_log_probs_are_the_stock_models_whatever_is_sampled_together(
     and the stock model applies the adapter beside its NF4 weights, as training does."""
     run = make_run(temperature=0.8, top_p=0.9, rollout_weights=weights, lora_target_modules=targets)
     problems = problems_of(run, 8)
-    uniforms = fixed_uniforms(8, 24)
-    whole = sample(run, problems, uniforms)
+    draws = fixed_draws(8, 24)
+    whole = sample(run, problems, draws)
     assert whole.mask.sum(1).unique().numel() > 1 and len(set(whole.texts)) > 4
     with torch.no_grad():
         logp, entropy = stock(run, whole)
@@ -101,13 +101,13 @@ def test_sampled_log_probs_are_the_stock_models_whatever_is_sampled_together(
     sizes = []
     inner = grpo_arca.decode
 
-    def decode(run, prompts, uniforms, is_greedy):
+    def decode(run, prompts, draws, is_greedy):
         sizes.append(len(prompts))
-        return inner(run, prompts, uniforms, is_greedy)
+        return inner(run, prompts, draws, is_greedy)
 
     monkeypatch.setattr(grpo_arca, "decode", decode)
     run.args.per_device_rollout_batch_size = 3
-    backwards = sample(run, problems[::-1], uniforms.flip(0))
+    backwards = sample(run, problems[::-1], draws.flip(0))
     assert sizes == [3, 3, 2] and backwards.prompt_width == whole.prompt_width
     for name in ("ids", "attention", "truncated"):
         assert torch.equal(getattr(backwards, name).flip(0), getattr(whole, name)), name
@@ -126,8 +126,8 @@ def test_completions_that_end_are_dropped_and_nothing_else_changes(make_run, mon
         lambda module, inputs, output: shapes.append(tuple(inputs[0].shape))
     )
     problems = problems_of(run, 24)
-    uniforms = fixed_uniforms(24, 80)
-    batch = sample(run, problems, uniforms)
+    draws = fixed_draws(24, 80)
+    batch = sample(run, problems, draws)
     widest = max(len(problem.prompt_ids) for problem in problems)
     assert shapes[0] == (len({problem.prompt_ids for problem in problems}), widest) == (6, widest)
     assert {width for _, width in shapes[1:]} == {1}
@@ -136,7 +136,7 @@ def test_completions_that_end_are_dropped_and_nothing_else_changes(make_run, mon
 
     shapes.clear()
     monkeypatch.setattr(grpo_arca, "SEGMENT", 80)
-    whole = sample(run, problems, uniforms)
+    whole = sample(run, problems, draws)
     assert {count for count, _ in shapes[1:]} == {24}
     assert torch.equal(whole.ids, batch.ids) and torch.equal(whole.truncated, batch.truncated)
     torch.testing.assert_close(whole.sampled_logp, batch.sampled_logp, atol=1e-4, rtol=0)
@@ -190,9 +190,9 @@ def test_every_sample_of_an_evaluation_has_a_stream_of_its_own(make_run, monkeyp
     inner = grpo_arca.sample
     used = []
 
-    def watched(run, rows, problems, uniforms, *more, **how):
-        used.append(uniforms)
-        return inner(run, rows, problems, uniforms, *more, **how)
+    def watched(run, rows, problems, draws, *more, **how):
+        used.append(draws)
+        return inner(run, rows, problems, draws, *more, **how)
 
     monkeypatch.setattr(grpo_arca, "sample", watched)
     grpo_arca.evaluate(run)

@@ -69,7 +69,7 @@ def test_the_policy_and_its_reference_are_the_adapter(start, tmp_path, variant):
     randomize_adapter(run.model, scale=0.3)
     metrics: dict[str, float] = {}
     grpo_arca.score(run, batch, [batch], metrics)
-    torch.testing.assert_close(batch.base_logp, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(batch.reference_logp, expected, atol=1e-4, rtol=0)
     log_ratio = (expected - batch.sampled_logp)[batch.loss_mask]
     kl = (log_ratio.exp() - log_ratio - 1).mean().item()
     assert metrics["kl"] == pytest.approx(kl, rel=1e-3)
