@@ -8,6 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
+import grpo_on_one_page
 import pytest
 import torch
 from peft import PeftModel
@@ -33,16 +34,11 @@ def start(make_run):
 
 @torch.no_grad()
 def peft_logp(adapter: str, batch: grpo_arca.Batch) -> torch.Tensor:
-    """Returns log-probs [B, T] of base and adapter, loaded by PEFT alone, row by row."""
+    """Returns log-probs [B, T] of base and adapter, loaded by PEFT alone."""
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, adapter).eval()
-    result = torch.zeros(batch.mask.shape)
-    for row, mask in enumerate(batch.mask):
-        tokens = batch.ids[row, batch.attention[row]]
-        length = int(mask.sum())
-        logp = model(tokens[None]).logits[0, -length - 1 : -1].log_softmax(-1)
-        result[row, :length] = logp.gather(1, tokens[-length:, None]).squeeze(1)
-    return result
+    logp, _ = grpo_on_one_page.forward(model, batch.ids, batch.attention, batch.prompt_width)
+    return logp * batch.mask
 
 
 VARIANTS = {
