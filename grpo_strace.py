@@ -55,6 +55,7 @@ import os
 import shutil
 import signal
 import sys
+import uuid
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -406,8 +407,9 @@ class Run:
         }
 
         # The progress.
-        self.adapter_size = describe_adapter(self.model)
-        self.flags = asdict(args) | code_digests(args.reward_funcs)
+        self.config = asdict(args) | code_digests(args.reward_funcs)
+        self.config["adapter_size"] = describe_adapter(self.model)
+        self.run_id = uuid.uuid4().hex[:8]  # by which a tracker knows it again
         self.identity = identity_of(self)
         self.step = 0  # updates so far
         self.page_examples: list[dict] = []  # groups of completions that credit.html shows
@@ -1369,11 +1371,12 @@ def save_checkpoint(run: Run) -> None:
     torch.save(
         {
             "step": run.step,
+            "run_id": run.run_id,
             "page_examples": run.page_examples,
             "adapter": run.adapter,
             "optimizer": run.optimizer.state_dict()["state"],
             "identity": run.identity,
-            "flags": run.flags,
+            "config": run.config,
         },
         unfinished / "state.pt",
     )
@@ -1419,13 +1422,14 @@ def resume(run: Run) -> None:
         )
     run.accelerator.print(
         f"step {state['step']}, going on with these flags changed:",
-        {name: value for name, value in run.flags.items() if state["flags"].get(name) != value},
+        {key: value for key, value in run.config.items() if state["config"].get(key) != value},
     )
 
     run.model.load_state_dict(state["adapter"], strict=False)
     # Restore the optimizer's moments, but keep the learning rate and weight decay of the flags.
     run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": state["optimizer"]})
     run.step = state["step"]
+    run.run_id = state["run_id"]
     run.page_examples = state["page_examples"]
 
 
@@ -1469,7 +1473,7 @@ def run_to_the_end(args: Args) -> None:
     """Loads data and policy, trains, and leaves an adapter and a report, or a checkpoint."""
     run = Run(args)
     run.accelerator.print(
-        f"{args.credit} on {args.model_name_or_path}: trains {run.adapter_size}\n"
+        f"{args.credit} on {args.model_name_or_path}: trains {run.config['adapter_size']}\n"
         f"{len(run.train_set)} problems, {len(run.held_out)} held out, into {args.output_dir}"
     )
     check_model(run)
@@ -1489,7 +1493,7 @@ def run_to_the_end(args: Args) -> None:
                 "processes have different weights or problems, or resume at different steps: put "
                 "--output_dir where all can read it"
             )
-        run.log = RunLog(run.accelerator, run.flags | {"adapter_size": run.adapter_size}, run.step)
+        run.log = RunLog(run.accelerator, run.config, run.run_id, run.step)
 
         def interrupt(number: int, frame: object) -> None:
             """Ends the run, at once or after the updates of this rollout if they have begun."""

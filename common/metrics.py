@@ -9,7 +9,6 @@ import resource
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,7 +204,9 @@ class RunLog:
     goes on from there. Only the main process writes.
     """
 
-    def __init__(self, accelerator: Any, config: dict[str, Any], resume_step: int) -> None:
+    def __init__(
+        self, accelerator: Any, config: dict[str, Any], run_id: str, resume_step: int
+    ) -> None:
         self.rows: list[dict[str, Any]] = []
         self.accelerator = accelerator
         self.config = config
@@ -215,15 +216,9 @@ class RunLog:
             initial=resume_step,
             disable=not accelerator.is_main_process,
         )
-        run_id = uuid.uuid4().hex[:8]
         if accelerator.is_main_process:
-            config_file = self.folder / "config.json"
-            if resume_step > 0:  # a tracker goes on with the run that it has
-                former = json.loads(config_file.read_text(encoding="utf-8") or "{}")
-                run_id = former.get("run_id", run_id)
-            with open(config_file, "w", encoding="utf-8") as file:
-                whole = config | {"run_id": run_id, "environment": environment()}
-                json.dump(whole, file, indent=2)
+            with open(self.folder / "config.json", "w", encoding="utf-8") as file:
+                json.dump(config | {"environment": environment()}, file, indent=2)
             for name in ("completions.jsonl", "metrics.jsonl"):
                 self.rows = rows_until(self.folder / name, resume_step)
                 unfinished = self.folder / "unfinished.jsonl"  # a kill here must not lose the log
@@ -231,13 +226,14 @@ class RunLog:
                     "".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8"
                 )
                 unfinished.rename(self.folder / name)
+        name = self.folder.name
         accelerator.init_trackers(
             "grpo",
             {name: str(value) for name, value in config.items()},
             {
                 "tensorboard": {"purge_step": resume_step + 1},  # hides what is made again
-                "wandb": {"name": self.folder.name, "id": run_id, "resume": "allow"},
-                "trackio": {"name": f"{self.folder.name}-{run_id}", "resume": "allow"},
+                "wandb": {"name": name, "id": run_id, "resume": "allow"},
+                "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
             },
         )
 

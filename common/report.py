@@ -2,6 +2,7 @@
 
 import json
 import math
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def report_run(
 ) -> str:
     """Writes the adapter and the files of a run that has ended, and returns what to print.
 
-    The groups come from `credit_group`. The adapter's card shows how to solve the example, a
+    The groups come from `credit_example`. The adapter's card shows how to solve the example, a
     held-out problem, and has the token ids that end an answer.
     """
     folder = log.folder
@@ -172,7 +173,7 @@ def write_curves(path: Path, rows: list[dict[str, Any]], title: str) -> None:
 
 # ---- credit.html ---------------------------------------------------------------------------------
 def write_credit_page(path: Path, title: str, groups: list[dict[str, Any]]) -> None:
-    """Writes credit.html, a page without scripts, from what `credit_group` returns.
+    """Writes credit.html, a page without scripts, from what `credit_example` returns.
 
     Texts may be hostile: the template escapes all of them.
     """
@@ -203,45 +204,29 @@ def credit_example(
     step: int,
     system_prompt: str | None,
 ) -> list[dict[str, Any]]:
-    """Returns what `credit_group` does, from the micro-batches of a scored rollout."""
-    completions = []
-    for micro in micros:
-        for i, is_token in enumerate(micro.mask):
-            completions.append(
-                {
-                    "row": int(micro.rows[i]),
-                    "problem": micro.problems[i],
-                    "reward": micro.rewards[i].item(),
-                    "advantage": micro.advantages[i].item(),
-                    "truncated": micro.truncated[i].item(),
-                    "ids": micro.ids[i, micro.prompt_width :][is_token],
-                    "weights": micro.weights[i][is_token],
-                    "logp": micro.sampled_logp[i][is_token],
-                    "entropy": micro.entropy[i][is_token],
-                }
-            )
-    return credit_group(tokenizer, completions, group_size, step, system_prompt)
-
-
-def credit_group(
-    tokenizer: PreTrainedTokenizerBase,
-    completions: list[dict[str, Any]],
-    group_size: int,
-    step: int,
-    system_prompt: str | None,
-) -> list[dict[str, Any]]:
     """Returns a group of a scored rollout as `write_credit_page` wants it, in a list.
 
     That is the first group whose rewards differ, with its two best and two worst completions of
-    those given. The list is empty if there is none. A completion is a dict: its row, problem,
-    reward, advantage and truncated, and of its n tokens the ids, weights, logp and entropy [n].
+    those in the micro-batches. The list is empty if there is none.
     """
     groups: dict[int, list[dict[str, Any]]] = {}
-    for completion in completions:
-        groups.setdefault(completion["row"] // group_size, []).append(completion)
+    for micro in micros:
+        for i, is_token in enumerate(micro.mask):
+            completion = {
+                "problem": micro.problems[i],
+                "reward": micro.rewards[i].item(),
+                "rank": micro.rewards[i].nan_to_num(nan=-math.inf).item(),  # last if not judged
+                "advantage": micro.advantages[i].item(),
+                "truncated": micro.truncated[i].item(),
+                "ids": micro.ids[i, micro.prompt_width :][is_token],
+                "weights": micro.weights[i][is_token],
+                "logp": micro.sampled_logp[i][is_token],
+                "entropy": micro.entropy[i][is_token],
+            }
+            groups.setdefault(int(micro.rows[i]) // group_size, []).append(completion)
     for _, members in sorted(groups.items()):
-        by_reward = sorted(members, key=reward_of, reverse=True)
-        if reward_of(by_reward[0]) == reward_of(by_reward[-1]):
+        by_reward = sorted(members, key=itemgetter("rank"), reverse=True)
+        if by_reward[0]["rank"] == by_reward[-1]["rank"]:
             continue
         problem = members[0]["problem"]
         messages = whole_prompt(problem.prompt, system_prompt)
@@ -260,12 +245,6 @@ def credit_group(
             }
         ]
     return []
-
-
-def reward_of(completion: dict[str, Any]) -> float:
-    """Returns the reward of a completion, the smallest number if no function judged it."""
-    reward = completion["reward"]
-    return -math.inf if math.isnan(reward) else reward
 
 
 def shown_completion(

@@ -128,13 +128,13 @@ def load_reward_funcs(
 
 def code_digests(paths: list[str]) -> dict[str, str]:
     """Returns a digest of the file that each of these reward functions has been loaded from."""
-    digests = {}
-    for path in paths:
-        file = getattr(sys.modules.get(path.rpartition(".")[0]), "__file__", None)
-        if file is not None:  # accuracy_reward has none
-            code = Path(file).read_bytes()
-            digests[f"code of {path}"] = hashlib.blake2b(code, digest_size=4).hexdigest()
-    return digests
+    modules = {path: sys.modules.get(path.rpartition(".")[0]) for path in paths}
+    files = {path: getattr(module, "__file__", None) for path, module in modules.items()}
+    return {
+        f"code of {path}": hashlib.blake2b(Path(file).read_bytes(), digest_size=4).hexdigest()
+        for path, file in files.items()
+        if file is not None  # accuracy_reward has none
+    }
 
 
 @contextlib.contextmanager

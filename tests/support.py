@@ -286,9 +286,9 @@ def as_lists(value):
 
 
 def state_file(checkpoint: Path) -> dict:
-    """Returns what is in a checkpoint's state.pt, without the flags, which name folders."""
+    """Returns what is in a checkpoint's state.pt, but for its flags, which name folders."""
     state = torch.load(checkpoint / "state.pt", weights_only=True)
-    del state["flags"]
+    del state["config"], state["run_id"]
     return as_lists(state)
 
 

@@ -45,7 +45,6 @@ SAME_ANYWAY = {
     "rollout_weights",
     "cuda_graphs",
     "adapter_size",
-    "run_id",
     "environment",
 }
 

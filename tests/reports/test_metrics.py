@@ -210,14 +210,13 @@ def test_what_a_run_writes_is_documented_and_what_is_documented_is_written(scrip
 def open_log(folder, resume_step: int = 0, **config) -> RunLog:
     flags = {"output_dir": str(folder), "metric_for_best_model": None, "num_generations": 2}
     flags["max_steps"] = 9
-    return RunLog(Accelerator(cpu=True), flags | config, resume_step)
+    return RunLog(Accelerator(cpu=True), flags | config, "1234", resume_step)
 
 
 def test_a_full_disk_at_a_resume_leaves_the_log(tmp_path, monkeypatch):
     """Rows after the checkpoint are cut off in a file beside it."""
     rows = '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.5}\n'
     (tmp_path / "completions.jsonl").write_text(rows)
-    (tmp_path / "config.json").touch()
 
     def full_disk(path, *_, **__):
         path.open("w").close()

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,9 +82,21 @@ def completion_of(text: str, row: int, reward: float, problem: Problem = CHAIN) 
     }  # fmt: skip
 
 
+def batch_of(completion: dict) -> SimpleNamespace:
+    """Returns a completion as a micro-batch of its own, without its prompt."""
+    completion = completion | {"reward": torch.tensor(completion["reward"], dtype=torch.float64)}
+    numbers = {k: torch.as_tensor(v)[None] for k, v in completion.items() if k != "problem"}
+    return SimpleNamespace(
+        rows=numbers["row"], problems=[completion["problem"]], rewards=numbers["reward"],
+        advantages=numbers["advantage"], truncated=numbers["truncated"], ids=numbers["ids"],
+        weights=numbers["weights"], sampled_logp=numbers["logp"], entropy=numbers["entropy"],
+        prompt_width=0, mask=torch.ones_like(numbers["ids"], dtype=torch.bool),
+    )  # fmt: skip
+
+
 def page_of(tmp_path, completions: list[dict]) -> tuple[list[dict], Page]:
     """Returns the groups of a page, each of six completions, and the page."""
-    groups = report.credit_group(TOKENIZER, completions, 6, 7, None)
+    groups = report.credit_example(TOKENIZER, [batch_of(c) for c in completions], 6, 7, None)
     report.write_credit_page(tmp_path / "credit.html", "title", groups)
     return groups, Page((tmp_path / "credit.html").read_text(encoding="utf-8"))
 
