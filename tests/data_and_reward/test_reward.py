@@ -92,6 +92,10 @@ RIGHT = [
     (r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     (r"x = 4 \text{ or } x = 7", "4, 7"), (r"\{4, 7\}", "7, 4"), ("52_{8}", "52_8"),
     ("(x,y)=(2,3)", "(2,3)"), ("y = 3+2x", "y = 2x + 3"), (r"\varnothing", r"\emptyset"),
+    (r"2\begin{pmatrix} .5 \\ 1 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"\cos\frac{\pi}{5}", r"\frac{1+\sqrt{5}}{4}"), (r"\sqrt{5+2\sqrt6}", r"\sqrt2+\sqrt3"),
+    (r"(0.\overline{3}, 1)", r"(\frac13, 1)"), ("(B) f(x)", "B"), ("B)", "B"),
+    ("(D) I and II only", "D"),
     # units, nouns of the problem, words
     ("12 dollars", "12"), (r"12\,\mathrm{m}/\mathrm{s}^2", "12"), ("12", "12 dollars"),
     ("5 cm", r"5\text{ centimeters}"), (r"864\text{ square inches}", r"864 \mbox{ inches}^2"),
@@ -164,14 +168,14 @@ WRONG = [
     # several choices, and a letter's two values
     ("C) 3, D) 4", "C"), ("C. D.", "C"), ("C: 3 D: 4", "C"), ("(C) 3, (D) 4", "C"),
     (r"\textbf{(C)} 3, \textbf{(D)} 4", "C"), ("x=-2, x=2", "(-2,2)"), ("12", "12_5, 13_5"),
-    ("12_7, 13_7", "12_5, 13_5"),
+    ("12_7, 13_7", "12_5, 13_5"), ("(C)/(D)", "C"), ("(C) 3 D", "C"),
     # what math-verify drops by default: small factors, digits after the sixth, cases, marks
     (r"\frac{7}{2^{101}}", r"\frac{2^{100}+1}{3\cdot 2^{101}}"), ("(0, 10^{-20})", "(0, 10^{-30})"),
     (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"), (r"\frac{x}{2^{99}}", r"\frac{x}{2^{98}}"),
     (r"\frac{4!}{52!}", r"\frac{5!}{52!}"), ("(0.0000001, 1)", "(0.0000002, 1)"), ("0", "R-r"),
     ("2^{1000}", "2^{1000}+1"), (r"8\fbox{\sqrt7}", r"\sqrt7"), ("1.414214", r"\sqrt2"),
     ("e^{-100}", "e^{-50}"), (r"x\ne2, x\ne3", r"\mathbb{R}"), ("2r+R", "2R+r"), ("2", "2^T"),
-    ("f'(x)", "f(x)"), ("11 2", "22"), (r"\log_2 3 4", r"4\log_2 3"),
+    ("f'(x)", "f(x)"), ("11 2", "22"), ("1", r"1-\frac{1}{2^{60}}"), (r"\log_2 3 4", r"4\log_2 3"),
     # characters: the same forms with another value
     ("D: text", "E"), ("D) E", "E"), (r"\textbf{(D)}", "E"), ("(E) or (D)", "E"), ("E, D", "E"),
     ("3pi/2", r"\frac{\pi}{2}"), ("exp(15)", "e^{16}"), ("2sqrt(2)", r"\sqrt{12}"),
