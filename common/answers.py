@@ -22,6 +22,11 @@ import unicodedata
 from fractions import Fraction
 from operator import itemgetter
 
+if __name__ == "__main__":  # only the worker needs them, and they take a second
+    import math_verify
+    import sympy
+    from latex2sympy2_extended import latex2sympy2 as grammar
+
 MAX_CHARS = 500  # a longer answer is compared as a text only; MATH-500's longest has 53
 MEMORY_BYTES = 2 << 30  # of a worker's address space
 CPU_SECONDS = 2.0  # for a pair; not by the clock, so that a busy machine changes no verdict
@@ -40,8 +45,10 @@ JOINT = re.compile(
 def box_spans(text: str) -> list[tuple[int, int, int]]:
     r"""Returns where each complete \boxed{...} starts, and where its content begins and ends.
 
-    They are in the order in which their contents begin.
+    They are in the order in which their contents begin. Thinking that never ends has no box.
     """
+    thought, end, rest = text.rpartition("</think>")
+    text = thought + end + rest.partition("<think>")[0]
     spans = []
     opened: list[tuple[int, int]] = []  # the groups that are open; -1 for one that is no box
     for token in BOX_OR_BRACE.finditer(text):
@@ -129,6 +136,8 @@ REWRITES = [
     (r"(?<![\d.}^_√])(?<!\^-)(?<!\\sqrt)(?<!\\sqrt )(\d+) ?/ ?(-?\d+)(?!\.?\d)",
      r"\\frac{\1}{\2}"),
     (r"\{[bB]matrix\}", "{pmatrix}"),
+    (r"(?<=[\da-z}])(?<!matrix\})\^ ?(?:T|\{T\})", "^{(T)}"),  # only a matrix is transposed
+    (r"(?:\\(?:small)?setminus|\\backslash|-) ?(?=\\\{)", r"\\setminus "),
     (r"\\mathbb ?(?:\{R\}|R)$|^(?:\\text ?\{)? ?[aA]ll reals?(?: numbers?)? ?\}?$",
      r"(-\\infty,\\infty)"),
     (r"\\(?:varnothing|\{ ?\\\})|(?:\\text ?\{)? ?[nN]o (?:real )?solutions? ?\}?$", r"\\emptyset"),
@@ -139,13 +148,16 @@ REWRITES = [
     (r"\b([apAP])\.? ?[mM]\b\.?", r"\1m"),  # 4:30 p.m.
     (r"(?<=\d)(?: ?\^)?(?: ?\{)?(?: ?\\(?:text|math)[a-z]* ?\{)? ?(?:st|nd|rd|th)\b(?: ?\}){0,2}",
      ""),
-    (r"(\.\d*) ?\\overline ?\{(\d{1,6})\}", r"\1" + 15 * r"\2"),
+    (r"(\.\d*) ?\\overline ?\{(\d{1,6})\}", r"\1" + 60 * r"\2"),
     (r"\\text ?\{ ?and ?\}(?=.*(?:[<>]|\\[lg]e))", r"\\land "),  # math-verify does not read it
     (r",? ?(?:\\(?:lor|vee)(?![a-z])|\\(?:text|mbox) ?\{ ?(?:or|and) ?\}|\b(?:or|and)\b)", ","),
     (r"\\\{ ?[a-z](?: ?\\in ?\\mathbb ?\{?R\}?)? ?(?::|\\mid|\|)([^{}]*)\\\}", r"\1"),
     (r"^ ?[a-zA-Z] ?\\in ?(?=[(\[\\])", ""),  # x \in (1,2)
     (r"^[A-Z] ?(?=\([^()]*,[^()]*\)$)", ""),  # P(2,-1)
     (r"\\(?:math|text|bold)[a-z]* ?\{ ?([^\WmghsLCF_]) ?\}", r" \1 "),  # 2\mathrm{i}
+    (r"^ *(?:\\mathbb)? *R *(?=\\setminus)", r"(-\\infty,\\infty)"),
+    (r"(?<![\\a-zA-Z])([a-zA-Z]{3,}) ?:( ?\}?)", r"\1\2="),  # Total: 5
+    (r"(?<=[a-zA-Z])'(?![a-zA-Z])", "_{p}"),  # math-verify takes f'(x) for f(x)
     (r"(?<=[\d}])(?: |\\cdot)+i(?![a-z])", "i"),
     (r"(\\sqrt ?\{[^{}]*\})i(?![a-z])", r"i\1"),
     (r"(\\(?:text|mbox|math)[a-z]* ?\{[^{}]*)\} ?\^ ?\{?([23])\}?", r"\1^\2}"),  # \text{cm}^2
@@ -175,23 +187,29 @@ UNITS = """
     foot feet ft, yard yd, mile mi, ml milliliter, liter litre l, gallon gal, cup, g gram,
     kg kilogram, pound lb £, ounce oz, second s sec, minute min, hour h hr, day, week, month,
     year yr, dollar $ usd, cent ¢, euro €, degree, radian rad, celsius c, fahrenheit f, unit,
-    ^2 square sq, ^3 cubic cu, percent percentage
+    ^2 square sq, ^3 cubic cu, percent percentage, half halves
 """
 SCALES = {
     "percent": Fraction(1, 100), "dozen": Fraction(12), "hundred": Fraction(100),
     "thousand": Fraction(1000), "million": Fraction(10**6), "billion": Fraction(10**9),
+    "half": Fraction(1, 2), "tenth": Fraction(1, 10), "hundredth": Fraction(1, 100),
 }  # fmt: skip
 LINKING_WORDS = ("a", "an", "the", "of", "per", "each", "in")
+NO_NOUNS = {"squared", "cubed", "factorial", "not", "no"}  # these change the value before them
+# A word, here a ~, that stands before a value: half of 8, or 8 minus x; but not 8 cm + x.
+BEFORE = re.compile(r"(?:^|[-+*/^(\[{<>=,;])[ ~]*~ *[^ =,;~)]|~ *[^-+*/^<>=,;~)\]}. ]")
 TEXT = re.compile(r"\\(?:text|mbox|math|operatorname)[a-z]* ?\{([^{}]*)\}")
 WORD_IN_TEXT = re.compile(r"[a-zA-Z]+|\\?[$€£¢]|\^[23]")
 WORD = re.compile(
-    r"\\\$|[€£¢]|(?<![\\a-zA-Z_{])(?:(?<!\d)[a-zA-Z][a-z]{2,}|(?:[ckm]m|in|ft|yd|mi|ml|kg|lb|oz|hr)"
-    r"(?:\^[23])?)(?![a-zA-Z])"
+    r"\\\$|[€£¢]|(?<![\\a-zA-Z_{])(?:(?<!\d)(?:[a-zA-Z][a-z]{2,}|[A-Z]{3,}|[nN]o|NO)"
+    r"|(?:[ckm]m|in|ft|yd|mi|ml|kg|lb|oz|hr)(?:\^[23])?)(?![a-zA-Z])"
 )
-# What a problem asks for: how many square feet, in miles per hour, but neither in a year nor in 2.
+# What a problem asks for: how many square feet, in miles per hour, what percent; but neither in a
+# year nor in 2 nor 8 percent.
 ASKED = re.compile(
     r"\b(?:how many|number of) ((?:[a-z]+ ?){1,3})"
-    r"|\bin ((?:square |cubic )?[a-z]+(?: per [a-z]+)?)",
+    r"|\bin ((?:square |cubic )?[a-z]+(?: per [a-z]+)?)"
+    r"|(?:^|[^\d\s\\]|[^\d\s]\s)\\?(percent)",
     re.IGNORECASE,
 )
 
@@ -219,12 +237,10 @@ def names(words: list[str]) -> set[str]:
 
 @functools.lru_cache(maxsize=512)  # one problem meets a whole group of boxes
 def words_of(problem: str) -> tuple[set[str], set[str]]:
-    """Returns the names of all words in a problem, and of the units that it asks for."""
-    known = names(re.findall(r"[a-zA-Z]+|\$", problem.replace("%", " percent "))) | UNNAMED_UNITS
-    asked = set()
-    for counted, unit in ASKED.findall(problem):
-        asked |= names([counted, unit]) & ALL_UNITS
-    return known, asked
+    """Returns the names of the words in a problem, and of the units and scales that it asks for."""
+    known = names(re.findall(r"[a-zA-Z]+|\$", problem)) - NO_NOUNS | UNNAMED_UNITS
+    asked = ASKED.findall(re.sub("%|rate|odds|chance", "percent", problem))
+    return known, names([" ".join(kinds) for kinds in asked])
 
 
 def have_right_words(given: set[str], right: set[str], problem: str) -> bool:
@@ -236,7 +252,7 @@ def have_right_words(given: set[str], right: set[str], problem: str) -> bool:
     if problem == "":
         return given == units
     known, asked = words_of(problem)
-    if units and asked and not units & asked:
+    if units and asked & ALL_UNITS and not units & asked:
         return False
     if known & ALL_UNITS <= UNNAMED_UNITS:
         known = known | ALL_UNITS  # the problem names no unit
@@ -256,13 +272,14 @@ NAME = re.compile(r"(?!.*\\(?:frac|sqrt|cdot|times|div|pm|ne))[a-zA-Z\\| {}]*")
 EQUALS = re.compile(r"(?<![<>!])=(?![^{}]*\}\s*\^)")  # not that of \sum_{n=1}^5
 OPERATION = re.compile(r"(?<=.)[-+*/^<>]|\\(?:frac|sqrt|binom|log|ln|sin|cos|tan)")
 INEQUALITY = re.compile(r"[<>]|\\[lgn]eq?(?![a-z])")
-# A choice: C, (C), \text{(C)}, or with its value \text{(C) } 20, C) 20, C: 20.
+# A choice: C, (C), \text{(C)}, or with its value \text{(C) } 20, C) 20, C: 20; but no second one.
 CHOICE = re.compile(
     r"(?:\\(?:text|math)[a-z]* ?\{)? ?"
-    r"(?:\(([A-Z])\)(?:[^(),]*|\}(?!.*\([A-Z]\)).*)|([A-Z]) ?(?:\}?|[:).] .*))"
+    r"(?![^A-Z]*[A-Z].*[^\w(]\(?[A-Z](?:[).:]| ?\}?$))"
+    r"(?:\(([A-Z])\).*|([A-Z]) ?(?:\}?|[:).](?: .*)?))"
 )
-COMMA = re.compile(r"[,;](?![^(\[]*[)\]])")  # but not that of (1, 2)
-IN_A_BASE = re.compile(r"\(?[0-9A-Z]+\)? ?_ ?\{?\(?\d+\)?\}?")  # 1302_5
+COMMA = re.compile(r"[,;](?![^(\[]*[)\]]|(?:(?!\\\{).)*\\\})")  # but not that of (1, 2), \{1, 2\}
+IN_A_BASE = re.compile(r"(?:\(?[0-9A-Z]+\)? ?_ ?\{?\(?\d+\)?\}?(?:, )?)+")  # 1302_5
 
 
 def number(text: str) -> Fraction | None:
@@ -283,7 +300,7 @@ def number(text: str) -> Fraction | None:
 def parts_of(text: str) -> list[str]:
     r"""Returns the parts of a list or set: those of 1, 2 and of \{1, 2\}, and two of 3 \pm 1."""
     parts = []
-    for part in COMMA.split(re.sub(r"^\\\{(.*)\\\}$", r"\1", text)):
+    for part in COMMA.split(re.sub(r"^\\\{((?:(?!\\\}).)*)\\\}$", r"\1", text)):
         signs = "+-" if "\\pm" in part else "+"
         parts += [part.replace("\\pm", sign).strip() for sign in signs]
     return parts
@@ -299,15 +316,17 @@ def sides_of(part: str, problem: str) -> list[str]:
 
 
 def without_words(side: str) -> tuple[str, list[str]]:
-    """Returns a value without the words around it, and these."""
+    """Returns a value without the words around it, and these: with ~ if one stands before it."""
     value = ""
     words = []
     for place, piece in enumerate(TEXT.split(side)):  # every second piece was in \text{...}
         pattern = WORD_IN_TEXT if place % 2 == 1 else WORD
         words += pattern.findall(piece)
-        rest = pattern.sub(" ", piece)
-        value += rest if place % 2 == 0 or re.search(r"\d", rest) else " "
-    return value.strip().rstrip(" /."), words
+        rest = pattern.sub("~", re.sub(r"\\?[$€£¢]", " ", piece))
+        value += rest if place % 2 == 0 or re.search(r"\d", rest) else "~" * ("~" in rest) + " "
+    if BEFORE.search(value):
+        words.append("~")
+    return value.replace("~", " ").strip().rstrip(" /."), words
 
 
 def read(text: str, problem: str) -> tuple[list[str], set[str], list[str]]:
@@ -345,22 +364,24 @@ def settle(box: str, gold: str, problem: str) -> bool | list[tuple[str, str]]:
         return found == wanted and words == right_words
     if not have_right_words(words, right_words, problem):
         return False
-    if len(found) == box.count("=") > 1 and len(wanted) == 1:
+    if len(found) == len(set(re.findall(r"[^\s=,]+(?= *=)", box))) > 1 and len(wanted) == 1:
         found = ["(" + ", ".join(found) + ")"]  # x = 1, y = 2
 
     value = ", ".join(found)
     gold_value = ", ".join(wanted)
     formula = compact(value)
     is_computed = OPERATION.search(formula) is None or formula == compact(gold_value)
-    if re.search(r"\d +\d", value) or (formula in compact(problem) and not is_computed):
+    if re.search(r"(?<!_)\d +\d", value) or (formula in compact(problem) and not is_computed):
         return False
     if IN_A_BASE.fullmatch(value) or IN_A_BASE.fullmatch(gold_value):
         digits, right_digits = [re.sub("[{}() ]", "", text) for text in (value, gold_value)]
-        other_form = right_digits.partition("_")[0] if "_" in right_digits else right_digits + "_10"
+        other_form = (
+            re.sub(r"_\d+", "", right_digits) if "_" in right_digits else right_digits + "_10"
+        )
         return digits in (right_digits, other_form)
 
-    known, _ = words_of(problem)
-    scale = math.prod(SCALES[word] for word in words & set(SCALES) - right_words - known)
+    _, asked = words_of(problem)
+    scale = math.prod(SCALES[word] for word in words & set(SCALES) - right_words - asked)
     pairs = [(side, found[-1]) for side in others]
     numbers = [size for size in map(number, found) if size is not None]
     right_numbers = [size for size in map(number, wanted) if size is not None]
@@ -379,51 +400,55 @@ def settle(box: str, gold: str, problem: str) -> bool | list[tuple[str, str]]:
 # ---- The worker ----------------------------------------------------------------------------------
 def prepare() -> None:
     """Limits this process, and forbids what sympy must not do with a model's text."""
-    with contextlib.suppress(ValueError):  # a lower limit of the trainer's own holds anyway
+    # A lower limit of the trainer's own holds anyway, and some systems have none.
+    with contextlib.suppress(ValueError, OSError, AttributeError):
         hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard_limit))
-    import math_verify
-    import sympy
-
     # lambdify writes symbols, whose names are the model's, into Python source and runs it.
     lambdify = sympy.lambdify
     for module in list(sys.modules.values()):
         if getattr(module, "lambdify", None) is lambdify:
             module.lambdify = None  # type: ignore[attr-defined]
-    math_verify.parser.get_last_eq = str  # it would take the last side of an equation
+    math_verify.grader.sympy_numeric_eq = are_near  # it takes 2^{-99} and 2^{-98} for 0
+
+
+def are_near(first: sympy.Basic, second: sympy.Basic, *_: int) -> bool:
+    """Returns whether two numbers are equal, as far as a hundred digits of each can tell."""
+    if not all(getattr(value, "is_number", False) for value in (first, second)):  # matrices lack it
+        return False
+    gap, *sizes = [sympy.Abs(term.doit()).evalf() for term in (first - second, first, second)]
+    return (gap <= 1e-50 * min(1, max(sizes))) is sympy.true
 
 
 @functools.lru_cache(maxsize=512)  # one gold answer meets a whole group of boxes
-def parse(text: str) -> list:
-    """Returns what math-verify reads in an answer. Its grammar of LaTeX evaluates no Python."""
-    import math_verify
-
-    rules = math_verify.parser.NormalizationConfig(malformed_operators=True, nits=True, units=False)
-    extraction = math_verify.LatexExtractionConfig(
-        boxed_match_priority=0, normalization_config=rules
+def parse(text: str) -> sympy.Basic:
+    """Returns what math-verify's grammar of LaTeX reads in an answer. It evaluates no Python."""
+    rules = grammar.NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
+    text = grammar.normalize_latex(text, rules)
+    found = grammar.latex2sympy(
+        text,
+        is_real=not math_verify.parser.should_treat_as_complex(text),
+        normalization_config=None,
+        conversion_config=grammar.ConversionConfig(lowercase_symbols=False),  # R is not r
     )
-    found = math_verify.parse(
-        f"\\boxed{{{text}}}", [extraction], extraction_mode="first_match", parsing_timeout=None
-    )
-    return solved(found)
+    # Decimals would be rounded to six places.
+    exact = {decimal: sympy.Rational(str(decimal)) for decimal in found.atoms(sympy.Float)}
+    return solved(found.xreplace(exact))
 
 
-def solved(found: list) -> list:
+def solved(found: sympy.Basic) -> sympy.Basic:
     """Returns inequalities in one letter as the set of what it may be: of x < 1, x > 3 two rays."""
-    import sympy
-
-    parts = found[0].args if isinstance(found[0], sympy.FiniteSet) else found[:1]
+    parts = found.args if isinstance(found, sympy.FiniteSet) else [found]
     for part in parts:
         is_inequality = isinstance(part, (sympy.core.relational.Relational, sympy.And))
         if not is_inequality or isinstance(part, sympy.Eq) or len(part.free_symbols) != 1:
             return found
-    return [sympy.Union(*[part.as_set() for part in parts]), *found[1:]]
+    join = sympy.Intersection if isinstance(parts[0], sympy.Ne) else sympy.Union
+    return join(*[part.as_set() for part in parts])
 
 
 def is_equal(box: str, gold: str) -> bool:
     """Returns math-verify's verdict. Whatever cannot be computed is wrong."""
-    import math_verify
-
     try:
         return math_verify.verify(
             parse(gold), parse(box), timeout_seconds=None, allow_set_relation_comp=True

@@ -58,7 +58,7 @@ HOSTILE = [
 ENDLESS = [
     "5^{5^{5^{5}}}", "(10^8)!", "9!!!!", r"\prod_{n=1}^{10^9} n",
     r"\sum_{n=1}^{10^{10}} \frac{1}{n}", r"\binom{1000000000}{500000000}", "(x+1)^{100000}",
-    r"\sin(10^{10^{8}})",
+    r"\sin(10^{10^{8}})", "2^{10^{10}}", r"\frac{1}{2^{10^{10}}}",
 ]  # fmt: skip
 
 
@@ -195,6 +195,21 @@ def test_memory_of_a_worker_is_limited(fresh):
     texts = [r"\operatorname{zeros}(30000,30000)", r"\frac{56}{\sqrt{448}}"]
     assert grade(fresh, texts, ROOT_OF_7) == [0.0, 1.0]
     assert fresh._worker is worker
+
+
+WITHOUT_LIMITS = """\
+import resource, runpy, sys
+del resource.RLIMIT_AS
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+
+def test_a_system_that_limits_no_memory_grades_as_well(tmp_path, monkeypatch):
+    path = tmp_path / "python"
+    path.write_text(f"#!{sys.executable}\n{WITHOUT_LIMITS}")
+    path.chmod(0o755)
+    monkeypatch.setattr(reward.sys, "executable", str(path))
+    assert grade(Grader(), [r"\frac{14}{\sqrt{28}}"], ROOT_OF_7) == [1.0]
 
 
 @pytest.mark.slow
