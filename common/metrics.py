@@ -226,14 +226,13 @@ class RunLog:
                     "".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8"
                 )
                 unfinished.rename(self.folder / name)
-        name = self.folder.name
         accelerator.init_trackers(
             "grpo",
             {name: str(value) for name, value in config.items()},
             {
                 "tensorboard": {"purge_step": resume_step + 1},  # hides what is made again
-                "wandb": {"name": name, "id": run_id, "resume": "allow"},
-                "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
+                "wandb": {"name": self.folder.name, "id": run_id, "resume": "allow"},
+                "trackio": {"name": f"{self.folder.name}-{run_id}", "resume": "allow"},
             },
         )
 
@@ -324,8 +323,7 @@ def environment() -> dict[str, Any]:
         text=True,
         check=False,
     )
-    path = Path("/proc/cpuinfo")  # of Linux
-    cpuinfo = path.read_text() if path.exists() else ""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""  # Linux
     return {
         "commit": git.stdout.strip() or None,
         "versions": versions | {"python": sys.version.split()[0]},
