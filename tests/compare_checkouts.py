@@ -79,6 +79,7 @@ def run(checkout: Path, name: str, script: str, flags: str) -> Path:
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Returns the rows of metrics.jsonl, without what differs between two runs."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | row.pop("eval", {}) for row in rows]
     return [{key: row[key] for key in row if not key.startswith(VARYING)} for row in rows]
 
 
