@@ -1,8 +1,8 @@
 r"""Is a final answer right? Rules on its text, and math-verify, which this file runs as a worker.
 
-`settle` decides most answers by their text: equal texts, numbers, words and units. What it leaves
-are pairs for math-verify. reward.py sends them to a process that runs this file, because a short
-answer can keep sympy busy forever, and only killing a process stops it.
+`settle` decides most answers by their text: equal texts, numbers, words and units. The rest become
+pairs for math-verify. reward.py sends these to a process that runs this file, because a short
+answer can keep sympy busy forever, and only killing the process stops it.
 """
 
 # ruff: noqa: RUF001, RUF002  (characters that look like others are what `CHARACTERS` is about)
@@ -22,7 +22,7 @@ import unicodedata
 from fractions import Fraction
 from operator import itemgetter
 
-if __name__ == "__main__":  # only the worker needs them, and they take a second
+if __name__ == "__main__":  # only the worker needs these, and they take a second
     import math_verify
     import sympy
     from latex2sympy2_extended import latex2sympy2 as grammar
@@ -72,8 +72,8 @@ def boxed_span(text: str) -> tuple[int, int] | None:
 def last_boxed(text: str) -> str | None:
     r"""Returns the content of the last complete \boxed{...}, or None.
 
-    Boxes that a comma, "and" or "or" joins to it are one list with it, but for a number that is
-    written in two ways.
+    Boxes that a comma, "and" or "or" joins to it form one list with it. A number that is written in
+    two ways counts once.
     """
     spans = box_spans(text)
     if not spans:
@@ -196,7 +196,7 @@ SCALES = {
 }  # fmt: skip
 LINKING_WORDS = ("a", "an", "the", "of", "per", "each", "in")
 NO_NOUNS = {"squared", "cubed", "factorial", "not", "no"}  # these change the value before them
-# A word, here a ~, that stands before a value: half of 8, or 8 minus x; but not 8 cm + x.
+# A word, written as ~, that stands before a value: half of 8, or 8 minus x; but not 8 cm + x.
 BEFORE = re.compile(r"(?:^|[-+*/^(\[{<>=,;])[ ~]*~ *[^ =,;~)]|~ *[^-+*/^<>=,;~)\]}. ]")
 TEXT = re.compile(r"\\(?:text|mbox|math|operatorname)[a-z]* ?\{([^{}]*)\}")
 WORD_IN_TEXT = re.compile(r"[a-zA-Z]+|\\?[$€£¢]|\^[23]")
@@ -204,8 +204,8 @@ WORD = re.compile(
     r"\\\$|[€£¢]|(?<![\\a-zA-Z_{])(?:(?<!\d)(?:[a-zA-Z][a-z]{2,}|[A-Z]{3,}|[nN]o|NO)"
     r"|(?:[ckm]m|in|ft|yd|mi|ml|kg|lb|oz|hr)(?:\^[23])?)(?![a-zA-Z])"
 )
-# What a problem asks for: how many square feet, in miles per hour, what percent; but neither in a
-# year nor in 2 nor 8 percent.
+# What a problem asks for: how many square feet, in miles per hour, what percent. Not asked for are
+# "in a year", "in 2" and "8 percent".
 ASKED = re.compile(
     r"\b(?:how many|number of) ((?:[a-z]+ ?){1,3})"
     r"|\bin ((?:square |cubic )?[a-z]+(?: per [a-z]+)?)"
@@ -316,7 +316,7 @@ def sides_of(part: str, problem: str) -> list[str]:
 
 
 def without_words(side: str) -> tuple[str, list[str]]:
-    """Returns a value without the words around it, and these: with ~ if one stands before it."""
+    """Returns a value without the words around it, and the words, with ~ if one precedes it."""
     value = ""
     words = []
     for place, piece in enumerate(TEXT.split(side)):  # every second piece was in \text{...}
@@ -332,7 +332,7 @@ def without_words(side: str) -> tuple[str, list[str]]:
 def read(text: str, problem: str) -> tuple[list[str], set[str], list[str]]:
     """Returns the values of an answer, the words around them, and other sides of equations.
 
-    So of x = 2 + 3 = 5 cm these are 5, cm and nothing, and of 2 + 3 = 5 it is the 2 + 3.
+    For x = 2 + 3 = 5 cm these are 5, cm and nothing. For 2 + 3 = 5 the other side is 2 + 3.
     """
     value, words = without_words(text)
     values = []
@@ -345,7 +345,7 @@ def read(text: str, problem: str) -> tuple[list[str], set[str], list[str]]:
 
 
 def settle(box: str, gold: str, problem: str) -> bool | list[tuple[str, str]]:
-    """Returns whether an answer is right, or the pairs of which all must be equal if it is."""
+    """Returns whether an answer is right, or the pairs that must all be equal if it is."""
     if box == gold or max(len(box), len(gold)) > MAX_CHARS:
         return box == gold != ""
     box = tidy(box)
@@ -387,8 +387,8 @@ def settle(box: str, gold: str, problem: str) -> bool | list[tuple[str, str]]:
     right_numbers = [size for size in map(number, wanted) if size is not None]
     if len(right_numbers) == len(wanted):
         if len(numbers) < len(found):
-            return False  # it is left to compute
-        # Nearly, for a decimal that repeats ends somewhere.
+            return False  # a part is left uncomputed
+        # Nearly equal is enough, because a repeating decimal ends somewhere.
         both = zip(sorted(numbers), sorted(right_numbers), strict=False)
         are_near = all(10**12 * abs(a * scale - b) <= min(Fraction(1), abs(b)) for a, b in both)
         return len(found) == len(wanted) and are_near and (pairs or True)
@@ -400,7 +400,7 @@ def settle(box: str, gold: str, problem: str) -> bool | list[tuple[str, str]]:
 # ---- The worker ----------------------------------------------------------------------------------
 def prepare() -> None:
     """Limits this process, and forbids what sympy must not do with a model's text."""
-    # A lower limit of the trainer's own holds anyway, and some systems have none.
+    # If the trainer's own limit is lower, it holds anyway. Some systems have no limits.
     with contextlib.suppress(ValueError, OSError, AttributeError):
         hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard_limit))
@@ -437,7 +437,7 @@ def parse(text: str) -> sympy.Basic:
 
 
 def solved(found: sympy.Basic) -> sympy.Basic:
-    """Returns inequalities in one letter as the set of what it may be: of x < 1, x > 3 two rays."""
+    """Returns the set that inequalities in one letter allow: for x < 1, x > 3 it is two rays."""
     parts = found.args if isinstance(found, sympy.FiniteSet) else [found]
     for part in parts:
         is_inequality = isinstance(part, (sympy.core.relational.Relational, sympy.And))
@@ -464,7 +464,7 @@ def main() -> None:
     prepare()
     print("ready", file=out, flush=True)
     for line in sys.stdin:
-        # The kernel ends the process when the time is up, whatever C code it runs.
+        # When the time is up, the kernel ends the process, whatever C code it runs.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         verdict = is_equal(*json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -36,14 +36,14 @@ FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 
 # ---- Rows of a data set --------------------------------------------------------------------------
 def read_splits(name: str, config: str | None) -> dict[str, list[dict[str, Any]]]:
-    """Returns the rows of each split of a Hub data set. A file is one split, of no name.
+    """Returns the rows of each split of a Hub data set. A file is one split, without a name.
 
-    `datasets` would read files as well. But it guesses types: a column of 1 and "1/2" becomes JSON
+    `datasets` could read files, too, but it guesses types: a column of 1 and "1/2" becomes JSON
     texts, 007 in a .csv file becomes 7, and a row with one cell too many loses its first cell.
     """
     kind = Path(name).suffix
     if kind not in FILE_KINDS:
-        import datasets  # takes half a second, which a run on anything else does not need
+        import datasets  # takes half a second, so only those who need it import it
 
         splits = datasets.load_dataset(name, config)
         return {split: table_rows(rows.with_format("arrow")[:]) for split, rows in splits.items()}
@@ -62,7 +62,7 @@ def read_splits(name: str, config: str | None) -> dict[str, list[dict[str, Any]]
 
 
 def as_row(cells: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a row of cells, which must have names of their own."""
+    """Returns a row from its cells, whose names must differ."""
     row = dict(cells)
     if len(row) < len(cells):
         raise ValueError(f"two columns have one name: {[name for name, _ in cells]}")
@@ -70,14 +70,14 @@ def as_row(cells: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def table_rows(table: pyarrow.Table) -> list[dict[str, Any]]:
-    """Returns the rows of a table, whose columns must have names of their own."""
+    """Returns the rows of a table, whose columns must have different names."""
     return as_stored(
         table.to_struct_array().to_pylist(), pyarrow.list_(pyarrow.struct(list(table.schema)))
     )
 
 
 def as_stored(value: Any, kind: pyarrow.DataType) -> Any:
-    """Returns a value of a table, and 14.1 for what is 14.1 in 32 bits, not 14.100000381."""
+    """Returns a value of a table: 14.1 for what is 14.1 in 32 bits, and not 14.100000381."""
     if isinstance(value, dict):
         return {field.name: as_stored(value[field.name], field.type) for field in kind}
     if isinstance(value, list) and hasattr(kind, "value_type"):
@@ -95,7 +95,7 @@ def parse_rows(
 ) -> list[Problem]:
     """Returns the problems in a table. Rows without a prompt or a needed answer are left out.
 
-    Their number is printed on standard error.
+    Standard error says how many.
     """
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{name} has no rows, or is no list of rows with named columns")
@@ -175,14 +175,14 @@ def as_prompt(cell: Any) -> str | list[dict[str, str]] | None:
 
 
 def begun_answer(prompt: str | list) -> str:
-    """Returns what a prompt gives of the answer: the assistant's message at its end, or ""."""
+    """Returns the answer that a prompt begins: the assistant's message at its end, or ""."""
     return "".join(m["content"] for m in whole_prompt(prompt)[-1:] if m["role"] == "assistant")
 
 
 def has_answer(begun: str, answer: str) -> bool:
     """Returns whether the beginning of an answer already has a box, or the right answer itself.
 
-    That must be a word or a number of its own: 7 is not in 17, 7.5 or -7. Commas do not count.
+    It must stand there as a whole word or number: 7 is not in 17, 7.5 or -7. Commas do not count.
     """
     return last_boxed(begun) is not None or (
         answer != ""
@@ -194,9 +194,9 @@ def has_answer(begun: str, answer: str) -> bool:
     )
 
 
-# Text without a mark that is no answer: a number after some words or a verb ("the answer is 16"),
-# five words in a row, several lines that are not one LaTeX environment, or what programs write for
-# a number that is missing or not finite.
+# Text without a mark is no answer if it has a number after some words or a verb ("the answer is
+# 16"), five words in a row, or several lines that are not one LaTeX environment, or if it is what
+# programs write for a number that is missing or not finite.
 NO_ANSWER = re.compile(
     r"^\W*[A-Za-z]{2,}(?::|\s+[A-Za-z]{2,}\b).*[0-9]"
     r"|(?<!\\)\b(?:is|are|was|were|equals)\b.*[0-9]"
@@ -210,8 +210,8 @@ NO_ANSWER = re.compile(
 def gold_answer(cell: Any) -> str:
     r"""Returns the final answer in a cell: what follows `####`, the last \boxed{}, or all of it.
 
-    A box after `####` comes first, and what follows it is no answer if it is prose: it may be a
-    heading. Returns "" if there is none: the cell is empty, no finite number, or prose.
+    A box after `####` comes first. Prose after that mark is no answer, because it may be a heading.
+    Returns "" if there is no answer: the cell is empty, prose, or no finite number.
     """
     text = as_written(cell).strip()
     tail = text.rpartition("####")[2]  # all of it without that mark
@@ -222,7 +222,7 @@ def gold_answer(cell: Any) -> str:
 
 
 def as_written(cell: Any) -> str:
-    """Returns a cell as text: 12 of 12.0, and never 1e-05."""
+    """Returns a cell as text: 12 for 12.0, and never 1e-05."""
     if isinstance(cell, float):
         return numpy.format_float_positional(cell, trim="-")
     return f"{cell:f}" if type(cell).__name__ == "Decimal" else str(cell)
@@ -243,8 +243,8 @@ def load_problems(
 
     `columns` names the columns of prompts and answers, and says whether answers are needed. The
     held-out problems, at most `count`, come from `eval_name` if that is given, and otherwise from
-    the test split. Where there is only one split, at most a fifth of its distinct problems is held
-    out, the same problems for every seed.
+    the test split. If there is only one split, at most a fifth of its distinct problems is held
+    out, the same ones for every seed.
     """
     if name == EMBEDDED:
         if config not in [None, *"2345678"]:
@@ -278,8 +278,8 @@ def load_problems(
 def problem_at(position: int, count: int, seed: str | None) -> int:
     """Returns which of `count` problems stands at a position in an endless row of epochs.
 
-    They are shuffled, unless the seed is None. It depends on nothing else, so a resumed run or
-    another process finds the same problem there.
+    Each epoch is shuffled, unless the seed is None. The result depends on nothing else, so a
+    resumed run or another process finds the same problem there.
     """
     if seed is None:
         return position % count
@@ -303,7 +303,7 @@ def load_tokenizer(
     # Without trust_remote_code transformers would wait for an answer on standard input.
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
-    # OAR-P writes it over other tokens. Masks come from lengths, so the end token will do, too.
+    # OAR-P writes the pad token over others. Masks come from lengths, so the end token will do.
     if tokenizer.pad_token_id not in range(config.get_text_config().vocab_size):
         tokenizer.pad_token = tokenizer.eos_token
 
@@ -321,7 +321,7 @@ def load_tokenizer(
 def context_length(config: PreTrainedConfig) -> int:
     """Returns how many tokens a model's context has.
 
-    With longrope it ends where positions begin to depend on the longest row of a batch.
+    With longrope, the context ends where positions begin to depend on the longest row of a batch.
     """
     text_config = config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
@@ -347,7 +347,7 @@ def text_of(problem: Problem) -> str:
 def reply_text(
     tokenizer: PreTrainedTokenizerBase, prompt: str | list, ids: list[int], stop_ids: list[int]
 ) -> str:
-    """Returns the text of an answer, from what the prompt gives of it and the completion's ids.
+    """Returns the text of an answer: what the prompt begins of it, and the completion.
 
     The tokens that end or pad the completion are left out.
     """
@@ -363,8 +363,8 @@ def render(
 ) -> str:
     """Returns messages as the chat template writes them.
 
-    If `is_open`, an answer can follow, or more of the one that the last message begins. A tokenizer
-    without a template needs one in the keywords, as "chat_template".
+    If `is_open`, an answer can follow, or the rest of the one that the last message begins. A
+    tokenizer without a template needs one in the keywords, as "chat_template".
     """
     is_begun = messages[-1]["role"] == "assistant"
     template = tokenizer.get_chat_template(template_kwargs.get("chat_template"))
@@ -383,7 +383,7 @@ def encode_prompt(
     system_prompt: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Returns the token ids of a prompt, by the chat template, which writes its own BOS token."""
+    """Returns the token ids of a prompt. The chat template writes its own BOS token."""
     text = render(tokenizer, whole_prompt(prompt, system_prompt), template_kwargs or {})
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -393,7 +393,7 @@ def closing_token(
 ) -> int | None:
     """Returns the special token that ends an answer in the chat template, or None.
 
-    A base model may have learned to write it, although its files name another end token.
+    A base model may have learned to write this token, although its files name another end token.
     """
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "1029384756"}]
     try:
@@ -420,12 +420,12 @@ def encode_problems(
     room: int,
     vocabulary: int,
 ) -> tuple[list[Problem], list[Problem]]:
-    """Returns the problems with their prompts as token ids, at most `room` of `vocabulary`.
+    """Returns the problems with their prompts as at most `room` token ids below `vocabulary`.
 
     Training problems whose prompts are held out are left out.
     """
     encoded = []
-    first: dict[Any, Problem] = {}  # with these token ids, or with these words
+    first: dict[Any, Problem] = {}  # the first one with these token ids, or with these words
     for problem in train + held_out:
         messages = whole_prompt(problem.prompt, system_prompt)
         text = render(
@@ -495,14 +495,14 @@ def load_data(
 
 # ---- The files of the base model and of its adapter ---------------------------------------------
 def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | None) -> None:
-    """Raises ValueError if a model would train that is not the one in its files.
+    """Raises ValueError if the model that would train is not the one in its files.
 
-    `nf4_dtype` is the precision in which NF4 layers compute; None: no layer is quantized.
+    `nf4_dtype` is the precision in which NF4 layers compute, or None if no layer is quantized.
     """
     name = base.name_or_path
-    if loading["missing_keys"]:  # the model class fills in random numbers
+    if loading["missing_keys"]:  # the model class fills these with random numbers
         raise ValueError(f"{name} lacks weights: {', '.join(sorted(loading['missing_keys'])[:5])}")
-    # Weights of a whole part that the class does not have, such as a vision tower, may be left out.
+    # A whole part that the class does not have, such as a vision tower, may be left out.
     names = [*dict(base.named_modules()), *dict(base.base_model.named_modules())]
     parents = tuple(f"{parent}." for parent in {*names} - {"", base.base_model_prefix})
     # So may causal masks, in old files of GPT-2 and GPT-J.
@@ -529,7 +529,7 @@ def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | 
 def check_adapter(model: PeftModel, targets: list[str], folder: str | None) -> None:
     """Raises ValueError if an adapter would not train as its flags or its files say.
 
-    `targets` are the layers that a new adapter is for; `folder` is the one of a start adapter.
+    `targets` are the layers that a new adapter is for; `folder` is that of a start adapter.
     """
     if folder is None:
         # PEFT leaves out names that it does not find.
@@ -537,7 +537,7 @@ def check_adapter(model: PeftModel, targets: list[str], folder: str | None) -> N
         if targets != ["all-linear"] and not all(f".{name} " in layers for name in targets):
             raise ValueError(f"not all of --lora_target_modules {targets} are layers of the model")
     else:
-        # PEFT loads what fits. What does not fit it names when the weights are loaded again.
+        # PEFT loads what fits. Loading again returns the names of what does not.
         loaded = model.load_adapter(folder, "default", is_trainable=True)
         if loaded.missing_keys or loaded.unexpected_keys:
             raise ValueError(f"{folder} has weights that the model lacks, or lacks some: {loaded}")

@@ -34,7 +34,7 @@ def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
         effn   the effective number of tokens over their number ("EffN/T"): 1 for uniform weights,
                1 / n for all weight on one token
 
-    Both are NaN where a completion has no or one token, or a total weight of 0: use nanmean.
+    Both are NaN for a completion of at most one token, or with a total weight of 0: use nanmean.
     """
     weights = torch.where(mask, weights.double(), 0.0)  # [B, T]; not *, because NaN * 0 is NaN
     lengths = mask.sum(1)  # [B]
@@ -69,8 +69,8 @@ def credit_averages(
 ) -> Averages:
     """Returns how concentrated the weights [B, T] are in the completions with an advantage [B].
 
-    Where the base's log-probs [B, T] are known, there is also the k3 estimate of the KL divergence
-    to it, of the policy that sampled.
+    Where the base's log-probs [B, T] are known, the result also has the k3 estimate of how far the
+    policy that sampled diverges from the base (KL).
     """
     has_gradient = (advantages != 0) & loss_mask.any(1)
     averages = {}
@@ -93,8 +93,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Returns the metrics of a rollout, over all processes.
 
-    Rewards and truncated are [B], mask and entropy [B, T], of this process; advantages are those of
-    all, [prompts, G]. reward_timeouts counts since the processes were started.
+    Rewards and truncated [B], and mask and entropy [B, T], are this process's. Advantages [prompts,
+    G] are those of all processes. reward_timeouts counts since the processes were started.
     """
     every_row = torch.ones_like(rewards)
     averages = {
@@ -112,7 +112,7 @@ def rollout_metrics(
 
 
 def means(accelerator: Any, batches: list[Averages]) -> dict[str, float]:
-    """Returns the weighted means over all batches and processes, but none where nothing counts."""
+    """Returns weighted means over all batches and processes, except where nothing counts."""
     sums = torch.zeros(len(batches[0]), 2, dtype=torch.float64)  # of values, and of counts
     for averages in batches:
         pairs = [[(values * counts).sum(), counts.sum()] for values, counts in averages.values()]
@@ -135,9 +135,9 @@ def eval_metrics(
     """Returns the accuracies, pass@k, mean rewards and the truncated share of an evaluation.
 
     A verdict has "greedy" or "sampled", the number of the problem, whether the completion is
-    truncated, and what the reward functions of these names gave, the accuracy first. k is 2, 4, ...
-    and the number of samples of a problem. pass@k is the unbiased 1 - C(n - c, k) / C(n, k) for c
-    right of n samples (Chen et al. 2021, arXiv 2107.03374, eq. 1). The mean rewards are those of
+    truncated, and what the named reward functions gave, the accuracy first. k is 2, 4, ... and the
+    number of samples of a problem. pass@k is the unbiased 1 - C(n - c, k) / C(n, k), where c of n
+    samples are right (Chen et al. 2021, arXiv 2107.03374, eq. 1). The mean rewards are those of
     samples.
     """
     right: dict[str, dict[int, float]] = {"greedy": {}, "sampled": {}}  # kind -> problem -> count
@@ -165,7 +165,7 @@ def eval_metrics(
 
 @contextlib.contextmanager
 def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
-    """Adds the seconds that its block takes to a metric, with a GPU's work done."""
+    """Adds to a metric the seconds that its block takes, until a GPU's work is done."""
     start = time.perf_counter()
     yield
     if torch.cuda.is_available():
@@ -175,7 +175,7 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
 
 # ---- metrics.jsonl, completions.jsonl, config.json and a tracker ---------------------------------
 def plain(value: Any) -> Any:
-    """Returns a value as strict JSON can hold it: 6 digits of a number; None of NaN, infinities."""
+    """Returns a value for strict JSON: numbers with 6 digits, and None for NaN and infinities."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, float):
@@ -184,10 +184,10 @@ def plain(value: Any) -> Any:
 
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Returns the rows of a .jsonl file up to a checkpoint; none for step 0, of a new run.
+    """Returns the rows of a .jsonl file up to a checkpoint; none for step 0, a new run's.
 
-    The evaluation at the checkpoint's own step came after it: it is left out, and made again. So is
-    what stands after the last line break, which a crash may have torn.
+    The evaluation at the checkpoint's own step came after it, so it is left out and made again.
+    What follows the last line break is also left out, because a crash may have torn it.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     rows = [json.loads(line) for line in text.split("\n")[:-1]]
@@ -198,9 +198,9 @@ def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
 class RunLog:
     """The log of a run: its rows in memory, in metrics.jsonl and in a tracker.
 
-    There is one for each update and each evaluation; a bar shows how many updates there were and
-    the last reward. config.json holds the flags and what else the figures depend on. Of a run that
-    is resumed, the rows up to the checkpoint are kept, here and in completions.jsonl, and a tracker
+    There is a row for each update and each evaluation. A bar shows how many updates there were, and
+    the last reward. config.json holds the flags and what else the figures depend on. When a run is
+    resumed, the rows up to the checkpoint are kept, here and in completions.jsonl, and a tracker
     goes on from there. Only the main process writes.
     """
 
@@ -237,7 +237,7 @@ class RunLog:
         )
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a row. It is on its way to the disk when this returns."""
+        """Appends a row. It is in the system's hands when this returns."""
         row = plain(row)
         self.rows.append(row)
         accuracies = row.get("eval", {})
@@ -266,7 +266,7 @@ class RunLog:
         rewards: Tensor,
         truncated: Tensor,
     ) -> None:
-        """Appends a group's worth of completions, which are "train", "greedy" or "sampled"."""
+        """Appends a group's worth of completions, of the kind "train", "greedy" or "sampled"."""
         if not self.accelerator.is_main_process:
             return
         with open(self.folder / "completions.jsonl", "a", encoding="utf-8") as file:
@@ -289,7 +289,7 @@ class RunLog:
         return updates[-10:] == [1.0] * 10
 
     def choose_best(self) -> None:
-        """Sets `metric` and `best_step`: the evaluation where it is highest, the first of equals.
+        """Sets `metric`, and `best_step` to the first evaluation where the metric is highest.
 
         By default the metric is the sampled accuracy or, where there is none, the first reward.
         """

@@ -21,7 +21,7 @@ from common.metrics import RunLog
 from common.task import Problem, token_roles
 
 FOLDER = Path(__file__).parent  # of the templates
-STRONGEST_TINT = 12  # the tints of credit.html are numbered from 0; it stands for a weight of 3
+STRONGEST_TINT = 12  # of credit.html, whose tints begin at 0; it stands for a weight of 3
 
 # The title of each panel of curves.png, with the keys of its lines.
 PANELS = {
@@ -48,7 +48,7 @@ def report_run(
     """Writes the adapter and the files of a run that has ended, and returns what to print.
 
     The groups come from `credit_example`. The adapter's card shows how to solve the example, a
-    held-out problem, and has the token ids that end an answer.
+    held-out problem, and stops at the token ids that end an answer.
     """
     folder = log.folder
     model.save_pretrained(folder / "adapter")
@@ -74,7 +74,7 @@ def report_run(
 
 
 def describe_adapter(model: PeftModel) -> str:
-    """Returns what an adapter trains: how many layers and parameters, of how many."""
+    """Returns how many of a model's layers and parameters an adapter trains."""
     layer_types = (nn.Linear, Conv1D)
     names = [name for name, module in model.named_modules() if isinstance(module, layer_types)]
     count = sum("lora_" not in name for name in names)
@@ -100,7 +100,7 @@ def adapter_flags(folder: str | None) -> dict[str, Any]:
 
 
 def summary_table(summary: dict[str, Any], metric: str) -> str:
-    """Returns the first and the last evaluation as a text table, and the best one.
+    """Returns a text table of the first and the last evaluation, and a line on the best one.
 
     Accuracies are in percent, and mean rewards as they are.
     """
@@ -129,7 +129,7 @@ def write_model_card(
 ) -> None:
     """Writes the README.md of a PEFT adapter, over the one that save_pretrained writes.
 
-    Its code answers the example. As in the run, an answer ends at the stop tokens.
+    Its code answers the example, and ends the answer at the stop tokens, as the run does.
     """
     card = ModelCard.from_template(
         ModelCardData(
@@ -139,7 +139,7 @@ def write_model_card(
         ),
         str(FOLDER / "adapter_card.md"),
         table=table,
-        # JSON holds no line break, which could end the block.
+        # JSON writes no line breaks, which could end the code block.
         flags=[f"--{name} {json.dumps(value)}" for name, value in config.items()],
         config=config,
         is_dense=config["load_in_4bit"] and config["rollout_weights"] == "dense",
@@ -155,7 +155,7 @@ def write_model_card(
 
 # ---- curves.png ----------------------------------------------------------------------------------
 def write_curves(path: Path, rows: list[dict[str, Any]], title: str) -> None:
-    """Draws every update as a pale line, with its mean over a tenth of the run as a bold one."""
+    """Draws the updates as a pale line, and means over a tenth of the run as a bold one."""
     table = pandas.json_normalize(rows, sep="/").set_index("step")
     figure = Figure(figsize=(15, 10), layout="constrained")
     figure.suptitle(title, parse_math=False)
@@ -206,8 +206,8 @@ def credit_example(
 ) -> list[dict[str, Any]]:
     """Returns a group of a scored rollout as `write_credit_page` wants it, in a list.
 
-    That is the first group whose rewards differ, with its two best and two worst completions of
-    those in the micro-batches. The list is empty if there is none.
+    It is the first group whose rewards differ, with the two best and the two worst of its
+    completions in the micro-batches. The list is empty if there is no such group.
     """
     groups: dict[int, list[dict[str, Any]]] = {}
     for micro in micros:
@@ -232,7 +232,7 @@ def credit_example(
         messages = whole_prompt(problem.prompt, system_prompt)
         return [
             {
-                # Texts alone: a message may hold what no checkpoint could load, such as a date.
+                # Only texts: a message may hold a date, say, which no checkpoint could load.
                 "messages": [{"role": m["role"], "content": m["content"]} for m in messages],
                 "answer": problem.answer,
                 "step": step,
@@ -252,7 +252,7 @@ def shown_completion(
 ) -> dict[str, Any]:
     """Returns a completion as `write_credit_page` wants it.
 
-    The tints of a token are its weights, from 0 to 3, under this run's method, `--credit surprisal`
+    A token has three tints: its weights, from 0 to 3, under this run's method, `--credit surprisal`
     and `--credit entropy_reduction`.
     """
     entropy = completion["entropy"]

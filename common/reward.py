@@ -24,10 +24,10 @@ from accelerate.utils import gather_object
 from common.answers import last_boxed, settle
 from common.task import Problem, has_right_steps
 
-MAX_TIMEOUTS = 30  # of one `grade`, a minute; after them it sends nothing to the worker
+MAX_TIMEOUTS = 30  # of one `grade`, a minute in all; then it sends nothing more to the worker
 NO_LISTS = (Mapping, Set, str, bytes)  # what a reward function must not return
 SAMPLED = "sampled_completions"
-ACCURACY = "accuracy_reward"  # the reward function that stands for the grader's own verdict
+ACCURACY = "accuracy_reward"  # the name that stands for the grader's own verdict
 
 
 # ---- Grading -------------------------------------------------------------------------------------
@@ -40,10 +40,10 @@ class Grader:
         self._is_equal = functools.lru_cache(maxsize=20_000)(self._judge)
 
     def grade(self, completions: Sequence[str], problems: Sequence[Problem]) -> list[float]:
-        """Returns 1.0 for each completion with the right final answer, and else 0.0, in order.
+        """Returns 1.0 for each completion with the right final answer, and 0.0 for the others.
 
-        Of a problem with steps every step must be right as well: slips that cancel earn nothing.
-        NaN stands where a problem has no answer.
+        If a problem has steps, every step must be right as well: slips that cancel out earn
+        nothing. A completion gets NaN if its problem has no answer.
         """
         verdicts = []
         limit = self.timeouts + MAX_TIMEOUTS
@@ -63,7 +63,7 @@ class Grader:
         """Returns the worker's verdict on a pair. If it dies, the pair is tried once more."""
         for _ in range(2):
             worker = self._worker or start_worker()
-            self._worker = None  # if Ctrl-C ends this call, its replies would be one pair late
+            self._worker = None  # else, after a Ctrl-C here, its replies would be one pair late
             with contextlib.suppress(BrokenPipeError):  # it died while idle
                 print(json.dumps([box, gold]), file=worker.stdin, flush=True)
             reply = worker.stdout.readline()  # type: ignore[union-attr]
@@ -117,7 +117,7 @@ def load_reward_funcs(
         module_name, _, name = path.rpartition(".")
         functions[name] = None
         if path != ACCURACY:
-            sys.path.append(os.getcwd())  # at the end: no file there shall stand in for a library
+            sys.path.append(os.getcwd())  # at the end, so that no file there replaces a library
             with contained(path):
                 functions[name] = getattr(importlib.import_module(module_name), name)
     if not len(functions) == len(paths) == len(weights) or not all(abs(w) < 1e18 for w in weights):
@@ -139,9 +139,9 @@ def code_digests(paths: list[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def contained(name: str) -> Iterator[None]:
-    """Keeps a user's code from moving the program. An error in it, or an exit, names the code.
+    """Restores the folder after a user's code, and names that code in its errors and exits.
 
-    By sys.exit(0) alone the program would end as if it had succeeded.
+    A bare sys.exit(0) would end the program as if it had succeeded.
     """
     try:
         with contextlib.chdir(os.getcwd()):
@@ -159,8 +159,9 @@ def reward_values(
 ) -> torch.Tensor:
     """Returns what F reward functions give to each of B completions, float64 [B, F].
 
-    NaN stands where a function returns None: by TRL's convention, it does not judge this one. What
-    is to be logged, those numbers and what the functions log themselves, is appended to `logged`.
+    NaN stands where a function returns None, which by TRL's convention means that it does not judge
+    the completion. The numbers to log, these and those that the functions log themselves, are
+    appended to `logged`.
     """
     logged.setdefault(SAMPLED, []).append(len(texts))
     columns = []
@@ -183,7 +184,7 @@ def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def rows_without_signal(advantages: torch.Tensor) -> torch.Tensor:
-    """Returns the numbers of the completions whose group has equal advantages, of [prompts, G]."""
+    """Returns the numbers of the completions whose group has equal advantages [prompts, G]."""
     is_flat = (advantages == advantages[:, :1]).all(1)  # [prompts]
     return is_flat.repeat_interleave(advantages.shape[1]).nonzero().squeeze(1)
 
@@ -191,7 +192,7 @@ def rows_without_signal(advantages: torch.Tensor) -> torch.Tensor:
 def log_means(logged: dict[str, list[float]]) -> dict[str, float]:
     """Returns the mean over all processes of each figure that was logged, by TRL's names.
 
-    Of SAMPLED it is the sum: how many completions were judged.
+    For SAMPLED it is the sum, which is how many completions were judged.
     """
     everywhere: dict[str, list[float]] = {}
     for own in gather_object([logged]):
@@ -226,9 +227,9 @@ def call_reward_func(
             text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
         )
     inputs: dict[str, list] = {}
-    for column in problems[0].columns:  # all problems have the same ones
+    for column in problems[0].columns:  # all problems have the same columns
         inputs[column] = [problem.columns[column] for problem in problems]
-    inputs |= {  # a column of such a name gives way
+    inputs |= {  # these replace columns of the same names
         "gold": [problem.answer for problem in problems],
         "prompts": [problem.prompt for problem in problems],
         "completions": replies,

@@ -19,7 +19,7 @@ class Problem(NamedTuple):
     answer: str  # "" where the data has none
     steps: tuple[int, ...] = ()  # the right result of each step that a solution must state
     columns: dict[str, Any] = {}  # noqa: RUF012  the row without its prompt; never written to
-    # Sentences before the one that states the first result. A chain's states where it starts.
+    # Sentences before the one that states the first result. A chain's names its start.
     opening: int = 1
     prompt_ids: tuple[int, ...] = ()  # the prompt by the chat template
     row: int = 0  # in its file or split, from 1
@@ -68,8 +68,8 @@ SENTENCE_END = re.compile(r"\.(?![0-9])")  # a full stop, but not the decimal po
 def stated_results(text: str, problem: Problem) -> list[tuple[int, int]]:
     """Returns where the result of each step begins and ends in a solution.
 
-    A step is a sentence, after `problem.opening` others, and its result is the last number in it. A
-    sentence without a number has an empty span at its end.
+    A step is a sentence, after `problem.opening` others, and its result is the last number in it.
+    For a sentence without a number it is the empty span at the sentence's end.
     """
     spans = []
     begin = 0

@@ -4,16 +4,16 @@
     w_t = clip(exp(sign(A_i) * d_t), .8, 1.2)
     A_t = A_i * (1 - l + l * w_t)                      l = .5
 
-It is RLSD with another comparison: not with a policy that is told nothing, but with one that is
-told the answer of the group's worst completion. What every answer in the prompt changes, right or
-wrong, cancels. The source is "Contrastive Evidence Policy Optimization" (arXiv 2605.19436). Code of
-its authors is public (github.com/ahmedheakl/CEPO), and this is as there: the present policy is
-told, " 42" stands between prompt and completion, and the worst completion is the first one of least
-reward, with its last box or, if it has none, the beginning of its text. Ours: of either at most 50
-characters count, the worst completion need not be below a reward of 1/2, and l does not fade. In
-their script it fades from .5 to 0 within 25 of 50 updates.
+It is RLSD with another comparison: with a policy that is told the answer of the group's worst
+completion, instead of nothing. Whatever any answer in the prompt changes, right or wrong, cancels
+out. The source is "Contrastive Evidence Policy Optimization" (arXiv 2605.19436). Its authors' code
+is public (github.com/ahmedheakl/CEPO), and this does the same: the present policy is told, " 42"
+stands between prompt and completion, and the worst completion is the first one of least reward. Its
+answer is its last box or, if it has none, the beginning of its text. We differ in three ways: at
+most 50 characters of either are told, the worst completion may have a reward of 1/2 or more, and l
+does not fade. In their script it fades from .5 to 0 within 25 of 50 updates.
 
-It is GRPO with --cepo_lambda 0, and where it does not matter which answer is told. --credit
+It is GRPO with --cepo_lambda 0, and wherever it does not matter which answer is told. --credit
 shuffled gives the weights of each completion to its tokens in random order. Each token costs two
 forward passes, as many as RLSD.
 """
@@ -75,7 +75,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Multiplies advantages by 1 - l + l * w_t, as it is."""
+    """Multiplies advantages by 1 - l + l * w_t, without normalizing it."""
     size = run.args.num_generations
     worst = batch.rewards.nan_to_num(nan=math.inf).view(-1, size).argmin(1)  # of each group
     for micro in micros:

@@ -2,7 +2,7 @@
 
     log r_t = sg(sum_{k<=t} log rho_k) + log pi(y_t) - sg(log pi(y_t))     rho_k = pi / pi_old
     the loss is PPO's, with r_t clipped to [exp(-.025 sqrt(t)), exp(.05 sqrt(t))], t = 1, 2, ...
-    where A_i < 0, no gradient above the upper bound either
+    where A_i < 0, there is no gradient above the upper bound either
 
 sg stops the gradient: the past says how likely this prefix has become, and only the token itself is
 trained. Because the log-ratio of a prefix is a random walk, the bounds grow as the root of its
@@ -15,7 +15,7 @@ ratio, the geometric mean, is left out.
 
 It is GRPO in the first update of a rollout, where every ratio is 1. --credit shuffled gives the
 prefix ratios of each completion to its tokens in random order, and --credit own keeps CTPO's bounds
-but gives every token the ratio that is its own: two controls, of the past and of the bounds.
+but gives every token its own ratio. These two are controls, of the past and of the bounds.
 """
 
 from typing import Literal
@@ -49,7 +49,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Sets the clip range of each token, and draws the draws of the shuffled control."""
+    """Sets the clip range of each token, and draws numbers for the shuffled control."""
     args = run.args
     for micro in micros:
         root = micro.mask.cumsum(1).sqrt()  # [B, T] of the position in the completion, from 1
@@ -71,7 +71,7 @@ def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor
         prefix = own
     log_weight = prefix + log_ratio - log_ratio.detach()
     advantages = micro.advantages[:, None].expand_as(log_ratio)
-    # PPO bounds no ratio from above where A < 0. CTPO does: beyond `highest` is no gradient.
+    # PPO bounds no ratio from above where A < 0. CTPO does: beyond `highest` there is none.
     highest = torch.where(advantages < 0, micro.bounds[1].log(), 10.0)
     return torch.minimum(log_weight, highest), advantages
 

@@ -9,12 +9,12 @@
 
 Tokens that right and wrong completions share weigh less. The source is arXiv 2605.21467. Formula
 and values are those of the authors' code (github.com/RUCBM/DelTA, K = 1), whose loss divides by the
-number of tokens (--loss_type dapo). A rollout is that of this process; its hidden states are kept,
-four bytes a hidden unit and token. Because the mean is 1 over a rollout and not over a completion,
-one side may get more weight than the other.
+number of tokens (--loss_type dapo). A rollout means that of this process; its hidden states are
+kept, which takes four bytes for each hidden unit and token. Because the mean is 1 over a rollout
+and not over a completion, one side may get more weight than the other.
 
-It is GRPO where --delta_low is --delta_high. With one side alone, as by --negative_weight 0, there
-is nothing to compare, and all weights are equal; that is ours. --credit shuffled gives the weights
+It is GRPO if --delta_low equals --delta_high. If there is one side alone, as with --negative_weight
+0, there is nothing to compare, and we make all weights equal. --credit shuffled gives the weights
 of each completion to its tokens in random order.
 """
 
@@ -75,7 +75,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     if praise.sum() == 0 or blame.sum() == 0:
         belonging = torch.full_like(belonging, 0.5)
     weights = args.delta_low + (args.delta_high - args.delta_low) * belonging * (sign != 0)
-    # Completions without an advantage may be missing in the micro-batches, but count in the mean.
+    # Completions without an advantage count in the mean, but micro-batches may lack them.
     others = batch.mask[batch.advantages == 0].sum()
     total = args.delta_low * others + weights[sign != 0].sum()
     weights *= (others + (sign != 0).sum()) / total.clamp(min=1e-30)  # all 0: nothing is trained

@@ -3,13 +3,14 @@
     A_t = A_i where H_t is one of the 20% highest entropies of a rollout's tokens, else 0
 
 The source is "Beyond the 80/20 Rule" (arXiv 2506.01939). Its authors' code is public
-(github.com/Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR), and TRL has it as `top_entropy_quantile`. Here
-entropies are those of the policy that sampled, and a rollout is that of this process; TRL takes
-those of the present policy in a micro-batch of all processes. As there, the loss is still divided
-by the number of all tokens, so the gradient becomes shorter. The authors divide by the chosen ones.
+(github.com/Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR), and TRL has it as `top_entropy_quantile`.
+Here, entropies are those of the policy that sampled, over this process's rollout; TRL takes those
+of the present policy, over a micro-batch of all processes. As in TRL, the loss is still divided by
+the number of all tokens, so the gradient becomes shorter. The authors divide by that of the chosen
+ones.
 
---credit random trains on a random 20% of the tokens instead (arXiv 2605.07660), and shuffled on as
-many tokens of each completion as the method does, but on any.
+--credit random trains on a random 20% of the tokens instead (arXiv 2605.07660). --credit shuffled
+trains on as many tokens of each completion as the method, but on random ones.
 """
 
 from typing import Literal

@@ -1,14 +1,14 @@
-"""GRPO that lets a token gain with what follows it: FIPO, future-KL influenced policy optimization.
+"""GRPO whose tokens gain with what follows them: FIPO, future-KL influenced policy optimization.
 
     F_t = sum_{k>=t} g^(k-t) * (log pi(y_k) - log pi_old(y_k))       g = 2^(-1 / 32)
     w_t = clip(exp(F_t), 1, 1.2), but at most 1 where A_i < 0 and pi(y_t) / pi_old(y_t) > 4
     A_t = A_i * w_t, without a gradient through w_t
 
-If an update has made likelier what follows a token, the next update gives the token more of its
-advantage. The source is arXiv 2603.19835, and code is public from its authors
+If an update has made what follows a token likelier, the next update gives the token more of its
+advantage. The source is arXiv 2603.19835. There is public code by its authors
 (github.com/qwenpilot/FIPO) and in ms-swift (`--loss_type fipo`), whose defaults these are. Wrong
-tokens above the threshold of 4 are not amplified. The paper's runs of 32B have factors in [1, 1.2]
-and a threshold of 10, those of 7B [.8, 1.2] and 3. Their filter of ratios above 10 is left out.
+tokens above the threshold of 4 are not amplified. The paper's 32B runs have factors in [1, 1.2] and
+a threshold of 10, and its 7B runs [.8, 1.2] and 3. Their filter of ratios above 10 is left out.
 
 It is GRPO in the first update of a rollout, where pi is pi_old and every F_t is 0. --credit
 shuffled gives the factors of each completion to its tokens in random order.
@@ -45,7 +45,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Draws the draws of the shuffled control."""
+    """Draws numbers for the shuffled control."""
     args = run.args
     for micro in micros:
         length = micro.mask.shape[1]

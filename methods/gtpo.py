@@ -3,14 +3,15 @@
     w_t = max(0, 1 + b * (H_t / mean H - 1))           b = .1; the mean is over a rollout's tokens
     A_t = A_i * w_t
 
-The source is "GTPO and GRPO-S" (arXiv 2508.04349); no code of its authors was found. The formula is
-that of a re-implementation, `apply_entropy_weighting` of github.com/teilomillet/textpolicy, and not
-the paper's. The paper adds a bonus to the rewards of right completions, b times H_t's share in the
-sum of the entropies that the group has at t. In wrong completions it uses 1 / H_t, so that certain
-mistakes cost most. Then it normalizes the rewards of both kinds apart. Here, as in textpolicy,
-uncertain tokens weigh more in wrong completions, too. A second re-implementation by the same hand,
-in teilomillet/retrain, puts the surprisal -log p_t in place of H_t by default, and takes the mean
-over each completion. As in the other files, a rollout is that of this process.
+The source is "GTPO and GRPO-S" (arXiv 2508.04349); no code by its authors was found. The formula is
+not the paper's, but that of a re-implementation, `apply_entropy_weighting` of
+github.com/teilomillet/textpolicy. The paper adds a bonus to the rewards of right completions: b
+times H_t's share in the sum of the group's entropies at t. In wrong completions it uses 1 / H_t, so
+that certain mistakes cost most. Then it normalizes the rewards of the two kinds separately. Here,
+as in textpolicy, uncertain tokens weigh more in wrong completions, too. A second re-implementation
+by the same author, in teilomillet/retrain, puts the surprisal -log p_t in place of H_t by default,
+and takes the mean over each completion. As in the other files, a rollout means that of this
+process.
 
 It is GRPO with --entropy_weight 0, and where all entropies are equal. --credit shuffled gives the
 weights of each completion to its tokens in random order.
@@ -35,7 +36,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Multiplies advantages by the weights as they are."""
+    """Multiplies advantages by the weights, without normalizing them."""
     args = run.args
     mean = batch.entropy[batch.mask].mean()
     for micro in micros:

@@ -4,13 +4,13 @@
     V_t = sigmoid(logit(mean reward of the group) + sum_{k<=t} e_k)         V_0: without the sum
     A_t = V_t - V_{t-1} where this has the sign of the outcome's advantage A_i, else 0
 
-A token that is likelier for who knows the answer is evidence that the completion ends well. The
-credit is signed, and takes the place of A_i. All changes together telescope to V_T - V_0, and to
-first order A_t = V (1 - V) e_t. The source is arXiv 2605.21851; no code of its authors was found.
-Formula and sign rule are public, as is that a policy may judge itself (the self-oracle). Ours are
-the bound of 1 and how the policy is told: the user ends with "The answer is ...".
-Rewards must lie within [0, 1]. Only the sign of A_i is used, so --scale_rewards changes nothing,
-and --negative_weight only where it is 0.
+A token that knowing the answer makes likelier is evidence that the completion ends well. The credit
+is signed, and takes the place of A_i. The changes sum to V_T - V_0, and A_t = V (1 - V) e_t to
+first order. The source is arXiv 2605.21851; no code by its authors was found. The formula, the sign
+rule and the self-oracle, a policy that judges itself, are public. The bound of 1 is ours, and so is
+how the policy is told: the user ends with "The answer is ...". Rewards must lie within [0, 1]. Only
+the sign of A_i is used, so --scale_rewards changes nothing, and neither does --negative_weight,
+unless it is 0.
 
 It is never GRPO: evidence alone decides how large a credit is. If the answer changes nothing, there
 is no gradient. --credit shuffled gives the credits of each completion to its tokens in random
@@ -52,7 +52,7 @@ from common.data import encode_prompt, whole_prompt
 
 
 def informed(run: Run, micro: Batch) -> Batch:
-    """Returns the completions after prompts that end with an answer, as --told says."""
+    """Returns the completions after prompts that end with the answer that --told asks for."""
     prompts = []
     for problem in micro.problems:
         answer = problem.answer
@@ -92,7 +92,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     priors = torch.logit(means, eps=1e-3).float()
     for micro in micros:
         group = torch.searchsorted(batch.rows[::size] // size, micro.rows // size)
-        # The evidence up to the tokens 0, which does not exist, 1, ..., T.
+        # The belief after 0, 1, ..., T tokens.
         value = torch.sigmoid(priors[group, None] + F.pad(micro.scores.cumsum(1), (1, 0)))
         change = value.diff(dim=1)
         sign = micro.advantages.sign()[:, None]

@@ -1,4 +1,4 @@
-"""GRPO with a baseline of its own for each token, that of least variance: OTB.
+"""GRPO with a separate baseline for each token, the one of least variance: OTB.
 
     W_it = sum_{j<=t} (1 - 2 p_ij + sum_v p_ij(v)^2)   squared gradient of log p by logits, summed
     B_t  = sum_i A_i W_it / sum_i W_it                 over the group's completions that reach t
@@ -6,17 +6,18 @@
 
 The group's mean, GRPO's baseline, gives every completion the same vote. The baseline of least
 variance gives it to those whose gradients are long. The source is "The Optimal Token Baseline"
-(arXiv 2602.07078), and verl has it (`optimal_token_baseline`). W is verl's. There the rewards stand
-where A_i does here, and nothing is divided by a deviation. B_t is a mean of the A_i, so A_it is the
-same with --scale_rewards none, and else the same over the deviation. Where a single completion is
-left, verl has a baseline of 0, which praises what is right there and blames nothing; here it is the
-group's mean, as in GRPO. A completion that GRPO would not train on, such as one whose reward is the
-group's mean, has no part here. --negative_weight must be 1: it would move the baseline, too.
+(arXiv 2602.07078), and verl has it (`optimal_token_baseline`). W is verl's. In verl, the rewards
+take the place of A_i, and nothing is divided by a deviation. B_t is a mean of the A_i, so with
+--scale_rewards none A_it is the same as in verl, and otherwise it is that over the deviation. Where
+a single completion is left, verl has a baseline of 0, which praises what is right there and blames
+nothing; here it is the group's mean, as in GRPO. A completion that GRPO would not train on, such as
+one whose reward is the group's mean, has no part here. --negative_weight must be 1: it would move
+the baseline, too.
 
-It is GRPO where completions of a group have equal W, and behind the end of all others. The credit
-is signed. --credit shuffled gives the credits of each completion to its tokens in random order. The
-probabilities of all words cost one forward pass per token, half of what ARCA costs; verl takes them
-from one that it makes anyway.
+It is GRPO where the completions of a group have equal W, and beyond the end of all others. The
+credit is signed. --credit shuffled gives the credits of each completion to its tokens in random
+order. The probabilities of all words cost one forward pass per token, half of what ARCA costs; verl
+takes them from a pass that it makes anyway.
 """
 
 from typing import Literal

@@ -5,11 +5,12 @@
     A_t = A_i * (1 - l + l * w_t)                       l = .5, fading to 0
 
 A token that the answer makes likelier gets more credit in a right completion, and less blame in a
-wrong one. The source is "Self-Distilled RLVR" (arXiv 2604.03128). Code is public from its authors
-(github.com/iie-ycx/RLSD) and in ms-swift (`--advantage_reweight rlsd`), and this is as in ms-swift:
-the present policy is told the answer, and l does not fade unless --rlsd_lambda_decay_steps says so.
-In the authors' script a copy is told that is renewed every 20 steps, and l fades within 60. As
-there, what is told is the final answer. The words are ours: the user ends with "The answer is ...".
+wrong one. The source is "Self-Distilled RLVR" (arXiv 2604.03128). There is public code by its
+authors (github.com/iie-ycx/RLSD) and in ms-swift (`--advantage_reweight rlsd`). This is as in
+ms-swift: the present policy is told the answer, and l does not fade unless
+--rlsd_lambda_decay_steps says so. In the authors' script, a copy that is renewed every 20 steps is
+told, and l fades within 60. As there, the policy is told the final answer. The words are ours: the
+user ends with "The answer is ...".
 
 It is GRPO with --rlsd_lambda 0, and where the answer changes nothing. --credit shuffled gives the
 weights of each completion to its tokens in random order. --told wrong tells the policy the answer
@@ -50,7 +51,7 @@ from common.data import encode_prompt, whole_prompt
 
 
 def informed(run: Run, micro: Batch) -> Batch:
-    """Returns the completions after prompts that end with an answer, as --told says."""
+    """Returns the completions after prompts that end with the answer that --told asks for."""
     prompts = []
     for problem in micro.problems:
         answer = problem.answer
@@ -83,7 +84,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Multiplies advantages by 1 - l + l * w_t, as it is."""
+    """Multiplies advantages by 1 - l + l * w_t, without normalizing it."""
     args = run.args
     share = args.rlsd_lambda
     if args.rlsd_lambda_decay_steps > 0:

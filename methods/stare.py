@@ -6,9 +6,9 @@
 
 Variant O1 has W = 1.1 and leaves L- alone. C2 has M = .9 as well. Both keep a policy from losing
 its entropy. The source is arXiv 2606.19236. Formula and values are those of the authors' code
-(github.com/hp-luo/STARE), whose default is O1 with a target of .3 nats. There the tenths are those
-of a call of the loss, by the present policy; here those of a rollout (of this process), by the
-policy that sampled it. Their script leaves groups of equal rewards out of the mean entropy; here
+(github.com/hp-luo/STARE), whose default is O1 with a target of .3 nats. They take each tenth over
+one call of the loss, under the present policy; here it is over a rollout of this process, under the
+policy that sampled it. Their script leaves groups of equal rewards out of the mean entropy; here,
 all completions of all processes count. Their optional schedule of W and M is left out.
 
 It is GRPO while the mean entropy of a rollout's tokens is at or above --target_entropy, and with
@@ -54,7 +54,7 @@ def surprising(micros: list[Batch], sign: int, share: float) -> list[Tensor]:
     if len(scores) == 0:
         return sides
     lowest = scores.topk(math.ceil(share * len(scores))).values[-1]
-    lowest = lowest.clamp(min=1e-8)  # a token that was certain surprises nobody
+    lowest = lowest.clamp(min=1e-8)  # a token that was certain is no surprise
     return [side & (micro.scores >= lowest) for micro, side in zip(micros, sides, strict=True)]
 
 

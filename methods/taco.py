@@ -7,8 +7,8 @@
 A token is in the tail if its surprisal is more than log(1/alpha) above what the policy expected.
 In a right completion it gets less credit, in a wrong one all of the blame. The source is arXiv
 2607.07976. Formula and values, alpha .01 and lambda .9, are those of the authors' code
-(github.com/xiuyilou/TACO). There log pi and H are those of the present policy at each update; here
-they are those of the policy that sampled, which is the same for the first update of a rollout.
+(github.com/xiuyilou/TACO). In their code, log pi and H are those of the present policy at each
+update; here, of the policy that sampled. For the first update of a rollout, both are the same.
 
 It is GRPO where no token is in the tail, and with --tail_suppression 0. --credit shuffled gives the
 weights of each completion to its tokens in random order.
@@ -46,7 +46,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Multiplies advantages by the weights as they are: their mean over a completion is below 1."""
+    """Multiplies advantages by the weights, whose mean over a completion may be below 1."""
     args = run.args
     for micro in micros:
         credit = micro.scores

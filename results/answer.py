@@ -2,19 +2,19 @@
 
     python results/answer.py
 
-It trains nothing. A table stands between its marks, <!-- table: name --> and <!-- end -->, and is
-that of the function of this name. In results/data/answer/ it leaves
+It trains nothing. A table stands between its marks, <!-- table: name --> and <!-- end -->, and the
+function of that name makes it. In results/data/answer/ the program leaves
 
     differences.csv  what each method has over GRPO in each study, with the p-value of a paired
                      t-test, and with Holm's correction for all tests of the file
-    differences.png  the same at the end of training for the main methods, a dot for a seed. All
-                     panels have one scale
-    curves.png       the mean learning curves of the main methods, where no run failed
+    differences.png  the same at the end of training for the main methods, with a dot for each seed.
+                     All panels have one scale
+    curves.png       the mean learning curves of the main methods none of whose runs failed
 
 A method is compared with runs of GRPO on the same seeds, with as many updates a rollout and the
 same learning rate. The *area* is the mean height of a learning curve, the *end* its last point.
-There is no interval and no test where some of the runs failed: a mean would describe none. On
-SmolLM2 a run failed if it ends at or below 0.5, elsewhere if it ends below where it began.
+There is no interval and no test where a run failed, because a mean would describe no run. On
+SmolLM2 a run failed if it ends at or below 0.5; elsewhere, if it ends below where it began.
 """
 
 import math
@@ -82,11 +82,11 @@ NAMES = {  # a method in the tables of worth and of tokens -> on the page
     "oracle: least variance": "least variance",
     "other samples": "null: other problems",
 }
-WORTH = [  # the rows of its table; the figure has the files of methods/ as well
+WORTH = [  # the rows of the table of worth
     "surprisal", "entropy reduction", "OAR-G", "OAR-P", "S-trace", "right answers only",
     "right answers only, by probability", "step values", "least variance", "null: other problems",
 ]  # fmt: skip
-WORTH_POLICIES = {  # how the names of its files begin -> columns of that table
+WORTH_POLICIES = {  # how the names of the data's files begin -> columns of that table
     "sharpening": "nearly right policy",
     "wrong_policy": "wrong policy",
     "smollm2_start": "SmolLM2",
@@ -104,7 +104,7 @@ def area(curves: np.ndarray) -> np.ndarray:
 
 @cache
 def student(degrees: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns angles, and the share of Student's t that lies between -t and t at each of them.
+    """Returns angles, and for each the share of Student's t that lies between -t and t.
 
     t is sqrt(degrees) tan(angle), so that the density is proportional to cos(angle)^(degrees - 1).
     """
@@ -141,12 +141,12 @@ def summed_rates(study: Study) -> np.ndarray:
 
 
 def share_of_way(curves: np.ndarray, others: np.ndarray, places: np.ndarray) -> list[float]:
-    """Returns at which share of their way curves [S, points] reach the end of others.
+    """Returns the share of their way after which curves [S, points] reach the end of others.
 
-    `places` [points] are the shares of the way at which the curves were measured. Everywhere the
-    lead over the others' end has a paired t-interval. The result is the first place where the mean
-    lead is 0. Its 95% interval, the two numbers that follow, goes from the first place where the
-    upper limit is 0 to the first one where the lower limit is.
+    `places` [points] are the shares of the way at which the curves were measured. At every place,
+    the lead over the others' end has a paired t-interval. The first number returned is the first
+    place where the mean lead is 0. The other two are its 95% interval: the first places where the
+    upper limit and where the lower limit is 0.
     """
     way = np.linspace(0, 1, 10_001)
     inside = np.array([np.interp(way, places, curve) for curve in curves])
@@ -169,7 +169,7 @@ def holm(p_values: list[float]) -> list[float]:
 
 
 def has_failed(study: str, curves: np.ndarray) -> np.ndarray:
-    """Returns which of the curves [S, points] belong to runs that failed."""
+    """Returns which curves [S, points] are of runs that failed."""
     if study.startswith("smollm2"):
         return curves[:, -1] <= 0.5
     return curves[:, -1] < curves[:, 0]
@@ -177,7 +177,7 @@ def has_failed(study: str, curves: np.ndarray) -> np.ndarray:
 
 # ---- Runs that differ in their seeds alone -------------------------------------------------------
 class Group(NamedTuple):
-    """Such runs. Its fields, and the methods that return texts, are columns of tables."""
+    """Runs that differ only in their seeds. Fields, and methods that return texts, fill tables."""
 
     study: str
     updates: int  # of a rollout
@@ -189,18 +189,18 @@ class Group(NamedTuple):
         return self._replace(method=method)
 
     def baseline(self) -> "Group":
-        """Returns the runs of GRPO that it is compared with."""
+        """Returns the runs of GRPO that this group is compared with."""
         return self.of(GRPO_AGAIN if self.method in AGAIN else GRPO)
 
     def beside(self, method: str) -> "Group":
-        """Returns the runs of another method that are compared with these of GRPO."""
+        """Returns the runs of another method that are compared with this group, of GRPO."""
         return self.of(self.method.replace(GRPO, method, 1))
 
     def is_there(self) -> bool:
         return self in whole_runs()
 
     def lines(self) -> list[list[Row]]:
-        """Returns the lines of the data of each run, by seed."""
+        """Returns each run's lines of the data, ordered by seed."""
         runs = whole_runs().get(self, {})
         return [runs[seed] for seed in sorted(runs)]
 
@@ -214,13 +214,13 @@ class Group(NamedTuple):
         return [float(lines[-1][name]) for lines in self.lines()]
 
     def title(self) -> str:
-        """Returns the study, and how many updates a rollout has where that differs."""
+        """Returns the study and, where its runs differ in that, the number of updates a rollout."""
         count = {1: "one update", 4: "four updates"}[self.updates]
         has_both = len(STUDIES[self.study].rates) > 1
         return f"{TITLES[self.study]}, {count}" if has_both else TITLES[self.study]
 
     def over(self, other: "Group", figure: str) -> str:
-        """Returns what it has over GRPO; of GRPO's runs, the figure itself."""
+        """Returns how far it is above another group or, for that group itself, its figure."""
         if not self.is_there():
             return "not run"
         row = comparison(self, other, figure)
@@ -264,7 +264,7 @@ class Group(NamedTuple):
         return heights_of(pairs_of(self, self)[0]) if self.is_there() else "not run"
 
     def above_grpo(self) -> str:
-        """Returns on how many seeds it ends above GRPO."""
+        """Returns on how many seeds the method ends above GRPO."""
         own, others = pairs_of(self, self.of(GRPO))
         return f"{(own[:, -1] > others[:, -1]).sum()} of {len(own)}" if self.method != GRPO else ""
 
@@ -272,9 +272,9 @@ class Group(NamedTuple):
         return f"{np.median(self.last('sampled')):.3f}"
 
     def cut(self) -> str:
-        """Returns the share of updates whose gradient was cut, "?" where it was not counted.
+        """Returns the share of updates whose gradient was cut, or "?" if it was not counted.
 
-        The first runs have no such figure of their own. costs.csv has the mean of all of them.
+        The first runs lack this figure, but costs.csv has its mean over all of them.
         """
         mean_of_first_runs = ""
         for row in read_csv(STUDY_DATA / "costs.csv"):
@@ -286,9 +286,9 @@ class Group(NamedTuple):
         return self.mean_of_updates("completions", 0)
 
     def mean_of_updates(self, name: str, places: int, otherwise: str = "") -> str:
-        """Returns the mean of a figure of all updates, "?" where it was not counted.
+        """Returns the mean of a figure over all updates, or "?" if it was not counted.
 
-        `otherwise` counts where a line lacks the figure, if there is one.
+        `otherwise`, if it is not empty, stands in where a line lacks the figure.
         """
         lines = [line for run in self.lines() for line in run[1:]]  # the first: before training
         values = [line.get(name) or otherwise for line in lines]
@@ -298,7 +298,7 @@ class Group(NamedTuple):
 
 @cache
 def whole_runs() -> dict[Group, dict[int, list[Row]]]:
-    """Returns the lines of each whole run, by its group and its seed."""
+    """Returns the lines of each complete run, by its group and its seed."""
     runs: dict[Group, dict[int, list[Row]]] = {}
     for study in STUDIES:
         last = str(STUDIES[study].rollouts)
@@ -313,19 +313,19 @@ def whole_runs() -> dict[Group, dict[int, list[Row]]]:
 
 
 def place_of(group: Group) -> tuple[int, int, str, int]:
-    """Returns by what groups are sorted: study, updates, rate, and method."""
+    """Returns the key by which groups are sorted: study, updates, rate, and method."""
     known = list(METHODS)
     place = known.index(group.method) if group.method in known else len(known)
     return list(STUDIES).index(group.study), group.updates, group.rate, place
 
 
 def groups_of(study: str) -> list[Group]:
-    """Returns the groups of a study that can be compared with GRPO, and GRPO's own."""
+    """Returns the groups of a study that have runs of GRPO to compare with, and GRPO's own."""
     return [g for g in whole_runs() if g.study == study and g.of(GRPO).is_there()]
 
 
 def pairs_of(group: Group, other: Group) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the curves [S, points] of two groups on the seeds of both."""
+    """Returns the curves [S, points] of two groups on the seeds that both have."""
     own = group.curves()
     others = other.curves()
     seeds = sorted(own.keys() & others.keys())
@@ -339,7 +339,7 @@ def at_grpos_rate(study: str) -> list[Group]:
 
 
 def heights_of(curves: np.ndarray) -> str:
-    """Returns how many curves end above each of three heights, of how many."""
+    """Returns how many of the curves end above each of three heights: "9, 8, 6 of 12"."""
     counts = [str((curves[:, -1] > height).sum()) for height in (0.3, 0.5, 0.8)]
     return f"{', '.join(counts)} of {len(curves)}"
 
@@ -350,7 +350,7 @@ def figure_of(curves: np.ndarray, figure: str) -> np.ndarray:
 
 
 def comparison(group: Group, other: Group, figure: str) -> Row:
-    """Returns what a group has over another: mean, interval and p-value, "" without them."""
+    """Returns how far a group is above another: mean, interval and p-value ("" without a test)."""
     own, others = pairs_of(group, other)
     more = figure_of(own, figure) - figure_of(others, figure)
     row: Row = {"seeds": len(more), "more": more.mean(), "low": "", "high": "", "p": ""}
@@ -388,13 +388,13 @@ def shown(numbers: list[float], form: str = ".2f") -> str:
 
 
 def measured(row: Row, name: str) -> list[float]:
-    """Returns a figure of a table of worth with its interval. A cosine lies between -1 and 1."""
+    """Returns a figure of a table of worth, with its interval. A cosine is kept within -1 and 1."""
     most = 1.0 if name == "direction" else math.inf
     return [max(-most, min(float(row[name + end]), most)) for end in ("", "_low", "_high")]
 
 
 def table_of(groups: list[Group], columns: dict[str, str]) -> Table:
-    """Returns a table with a row for each group. Columns are headers -> what fills them."""
+    """Returns a table with a row for each group. Columns map headers to what fills them."""
     table = [list(columns)]
     for group in groups:
         cells = [getattr(group, name) for name in columns.values()]
@@ -433,7 +433,7 @@ def result() -> Table:
 
 
 def tests() -> Table:
-    """What remains of all tests after Holm's correction."""
+    """The tests that remain significant after Holm's correction."""
     tested = [row for row in differences() if row["p"] != ""]
     kept = [row for row in tested if row["p_holm"] < 0.05]
     table = [[f"study ({len(kept)} of {len(tested)} tests remain)", "rate", "method", "figure",
@@ -467,7 +467,7 @@ def sharpening() -> Table:
 
 
 def smollm2(study: str = "smollm2") -> Table:
-    """Runs on SmolLM2 at GRPO's rate; of those that draw groups again plain GRPO's alone."""
+    """Runs on SmolLM2 at GRPO's rate. Of those that draw groups again, only GRPO's are here."""
     groups = []
     for group in at_grpos_rate(study):
         has_own_table = group.method in AGAIN and group.method != GRPO_AGAIN
@@ -481,7 +481,7 @@ def smollm2(study: str = "smollm2") -> Table:
 
 
 def drawn_again() -> Table:
-    """Runs on SmolLM2 that draw groups again, over GRPO's that do."""
+    """Runs on SmolLM2 that draw groups again, compared with GRPO's that do."""
     return table_of([group for group in at_grpos_rate("smollm2") if group.method in AGAIN], {
         "method": "method", "rate": "rate", "seeds": "seeds", "failed seeds": "failed_seeds",
         "area": "area", "end": "end", "end, lowest to highest": "sampled_range", "cut": "cut",
@@ -490,7 +490,7 @@ def drawn_again() -> Table:
 
 
 def three_policies() -> Table:
-    """What the main methods have over GRPO on three wrong policies, and over all three."""
+    """How far the main methods are above GRPO on each of three wrong policies, and on average."""
     studies = ("wrong_policy", "wrong_policy_2", "wrong_policy_3")
     grpos = [Group(study, 1, STUDIES[study].rates[1], GRPO) for study in studies]
     counts = [f"{TITLES[grpo.study]} ({grpo.seeds()} seeds)" for grpo in grpos]
@@ -504,7 +504,7 @@ def three_policies() -> Table:
 
 
 def over_policies(groups: list[Group], figure: str) -> str:
-    """Returns the mean over policies of what a method has over GRPO, with its interval."""
+    """Returns the mean over policies of a method's lead over GRPO, with its interval."""
     if groups[0].method == GRPO or not all(group.is_there() for group in groups):
         return ""
     rows = [comparison(group, group.baseline(), figure) for group in groups]
@@ -584,9 +584,10 @@ def rivals_worth() -> Table:
 def predictions() -> list[tuple[str, Group, Group, list[float], list[float]]]:
     """Returns pairs of groups whose worth was measured before they were trained.
 
-    A pair has its task, the better group and the other one, Adam's worth of the better over the
-    other, and the number of completions of the other that are worth one of the better, both with
-    their intervals. Methods are paired with GRPO, and GRPO with GRPO on half of the completions.
+    A pair has its task, the better group and the other one, and two figures with their intervals:
+    Adam's worth of the better group over the other, and the number of the other's completions that
+    are worth one of the better group's. Methods are paired with GRPO, and GRPO with GRPO on half of
+    the completions.
     """
     found = []
     for study in ("sharpening", "wrong_policy"):
@@ -665,7 +666,7 @@ def rewritten(page: str) -> str:
 
 # ---- Figures -------------------------------------------------------------------------------------
 def draw_differences(path: Path, studies: list[Group]) -> None:
-    """Saves what the main methods have over GRPO at the end: a panel a study, a dot a seed."""
+    """Saves how far the main methods end above GRPO, with a panel a study and a dot a seed."""
     size = (2.6 + 3 * len(studies), 3.4)
     figure, panels = plt.subplots(
         1, len(studies), figsize=size, layout="constrained", sharex=True, sharey=True
@@ -697,7 +698,7 @@ def draw_differences(path: Path, studies: list[Group]) -> None:
 
 
 def draw_curves(path: Path, studies: list[Group]) -> None:
-    """Saves the mean learning curves of the main methods without failed runs: a panel a study."""
+    """Saves the mean learning curves of main methods without failed runs, with a panel a study."""
     figure, panels = plt.subplots(1, len(studies), figsize=(14, 4.2), layout="constrained")
     for panel, grpo in zip(panels, studies, strict=True):
         study = STUDIES[grpo.study]

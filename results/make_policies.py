@@ -5,11 +5,11 @@
     python results/make_policies.py misconceived   # the same chains; and misconceived_2, _3
 
 All are seeded. A policy is trained first on right demonstrations, and then on ones that drop a
-carry or a borrow more often than not, so that sampling solves about three in ten held-out problems:
-the skill is there, and reinforcement has something to sharpen. The long policy slips less in a
-step, as it has more of them: three in ten of its chains of 8 are right, nine in ten greedily.
-The misconceived policies, those of the wrong-policy studies, forget most carries of certain
-operands, each of others, also when they decode greedily. None of them ever sees a held-out problem.
+carry or a borrow more often than not. After that, sampling solves about three in ten held-out
+problems: the skill is there, and reinforcement has something to sharpen. The long policy has more
+steps and slips less in each: it solves three in ten chains of 8, and nine in ten greedily. The
+misconceived policies, those of the wrong-policy studies, forget most carries of certain operands,
+even when they decode greedily; the operands differ. No policy ever sees a held-out problem.
 """
 
 import argparse
@@ -43,9 +43,9 @@ class Recipe(NamedTuple):
     clean_steps: int  # the first ones, on right demonstrations
     batch_size: int
     learning_rate: float
-    dropped_carry: float  # chance of a slip in a step that has a carry or a borrow
-    other_slip: float  # and of any other slip
-    is_long: bool  # chains of 2 to 8 operations, half of them in the same words throughout
+    dropped_carry: float  # chance to drop the carry or borrow of a step that has one
+    other_slip: float  # chance of any other slip
+    is_long: bool  # chains of 2 to 8 operations, half of which keep to the same words
     hard_operands: tuple[int, ...] = ()  # if there are any, only their carries are dropped
     seed: int = 7  # of the demonstrations
 
@@ -111,7 +111,7 @@ class Operation(NamedTuple):
 
 
 def training_chain(rng: random.Random, length: int) -> Problem:
-    """Returns a chain of `length` operations, 0: of 3 or 4, that `chain_problems` trains on."""
+    """Returns a training chain, by the rule of `chain_problems`; length 0: 3 or 4 operations."""
     while True:
         chain = random_chain(rng, length)
         digest = hashlib.blake2b(str(chain.prompt).encode(), digest_size=4).digest()
@@ -127,7 +127,7 @@ def operations_of(chain: Problem) -> list[Operation]:
 
 
 def without_carry(operation: Operation, value: int) -> int:
-    """Returns the result if the carry or the borrow is forgotten: the right one without any."""
+    """Returns the result without its carry or borrow: the right one if there is neither."""
     of_units = operation._replace(operand=operation.operand % 10)
     units = of_units.apply(value % 10)
     return operation.apply(value) - 10 * (units // 10)
@@ -168,7 +168,7 @@ def demonstrate(rng: random.Random, chain: Problem, recipe: Recipe, slips: bool)
     links = LINK
     steps = STEP
     if recipe.is_long and rng.random() < 0.5:
-        # As greedy decoding writes, which must not lose its place there.
+        # Greedy decoding writes like this, and must learn not to lose its place.
         links = [rng.choice(LINK)]
         steps = {name: [rng.choice(phrases)] for name, phrases in STEP.items()}
     for operation, value in zip(operations, values[1:], strict=True):
@@ -223,7 +223,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Returns a new model of 1.04 M parameters.
 
-    Every linear layer is a multiple of 64 each way, for whole NF4 blocks.
+    Both sizes of every linear layer are multiples of 64, for whole NF4 blocks.
     """
     return Qwen3ForCausalLM(
         Qwen3Config(

@@ -3,14 +3,14 @@
     python results/oracles.py --oracle least_variance --seed 1 --output_dir runs/oracle
 
 All other flags are those of grpo_arca.py. A chain's reward is 1 if every claim is right: the result
-of each step, and then the boxed answer. So a solution with a wrong claim is worth 0 from there on.
-One whose first j of C claims are right is worth
+of each step, and then the boxed answer. So a solution is worth 0 from its first wrong claim on. If
+its first j of C claims are right, it is worth
 
     V_j = h_{j+1} * h_{j+2} * ... * h_C      h_c: chance that claim c is right if all before are
 
 The chances h are counted for each problem over continuations by the present policy. Eight begin
-after every claim that one of its samples reached, spread over the samples that reached it, since
-their wording differs. A continuation counts for all the claims that it tries. The oracles are
+after every claim that a sample of the problem reached, spread over those samples, because their
+wording differs. A continuation counts for all the claims that it tries. The oracles are
 
     step_values      the change of the value, V_{j+1} - V_j, on the digits of a right claim, and
                      -V_j on the first wrong token
@@ -19,8 +19,8 @@ their wording differs. A continuation counts for all the claims that it tries. T
                      step_advantages)
     right_only       step_values, but nothing for completions that are wrong in the end
 
-All are scaled by what GRPO's standard deviation would do on average. The continuations are not
-counted in the run's tokens: this is a measuring stick, and not a method.
+All are scaled by the average effect of GRPO's standard deviation. The continuations do not count as
+tokens of the run: this is a measuring stick, not a method.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Solution(NamedTuple):
     """A completion, cut into claims. Claims are spans of tokens."""
 
     right: int  # number of claims before the first wrong one
-    claims: list[range]  # that state each right claim; then the first wrong token, if any
+    claims: list[range]  # of each right claim, and then of the first wrong token, if any
     prefixes: list[list[int]]  # token ids to the end of the sentence of 0, 1, ... right claims
 
 
@@ -98,7 +98,7 @@ class Group(NamedTuple):
     problem: Problem
     solutions: list[Solution]
     held: Tensor  # [C] how often claim c was right after right claims
-    tried: Tensor  # [C] and how often it was made
+    tried: Tensor  # [C] how often it was made
 
 
 class Job(NamedTuple):
@@ -162,7 +162,7 @@ def count_claims(run: trainer.Run, jobs: list[Job]) -> None:
 
 
 def count_values(run: trainer.Run, rollout: trainer.Batch) -> list[Group]:
-    """Returns the groups of a rollout, their claims counted."""
+    """Returns the groups of a rollout, with their claims counted."""
     groups = groups_of(run, rollout)
     jobs = []
     for group in groups:
@@ -180,8 +180,8 @@ def values_of(group: Group) -> list[float]:
 def group_scale(chance: float, size: int) -> float:
     """Returns E[A | right] - E[A | wrong] of GRPO's advantages, over groups of `size` samples.
 
-    This is by how much the standard deviation of a group scales the gradient of a problem's chance
-    to be solved, on average.
+    On average, a group's standard deviation scales the gradient of a problem's chance to be solved
+    by this factor.
     """
     total = 0.0
     for right_others in range(size):  # among the other samples of the group
@@ -197,11 +197,11 @@ def group_scale(chance: float, size: int) -> float:
 
 
 def step_advantages(solution: Solution, values: list[float], least_variance: bool) -> list[float]:
-    """Returns what each claim of a solution gets: what it makes of the value, less a baseline.
+    """Returns the advantage of each claim: the value after it, less a baseline.
 
     The baseline of claim c is V_c, so that it gets V_{c+1} - V_c, and -V_c where it is wrong.
-    `least_variance` takes another one. If the claim is one choice, right with chance h, the
-    softmax's gradient is as long as 1 - h where it is right and as h where it is wrong. Then the
+    `least_variance` takes another baseline. If a claim is one choice, right with chance h, the
+    length of the softmax's gradient is 1 - h where it is right, and h where it is wrong. Then the
     baseline E[Q |g|^2] / E[|g|^2] is V_{c+1} (1 - h) = V_{c+1} - V_c.
     """
     advantages = []
@@ -238,7 +238,7 @@ def train(args: trainer.Args, oracle: str) -> None:
     sample_and_grade = trainer.collect
 
     def collect(run: Any, metrics: dict) -> trainer.Batch:
-        """Collects a rollout, of which every completion has a gradient."""
+        """Collects a rollout in which every completion has a gradient."""
         rollout = sample_and_grade(run, metrics)
         run.oracle_credit = oracle_credit(run, rollout, count_values(run, rollout), oracle)
         rollout.advantages = torch.ones_like(rollout.advantages)
@@ -247,7 +247,7 @@ def train(args: trainer.Args, oracle: str) -> None:
     def assign_credit(run: Any, batch: trainer.Batch, micros: list, metrics: dict) -> None:
         """Puts the signed advantages of tokens into the credit of the micro-batches."""
         for micro in micros:
-            micro.weights = micro.mask.float()  # on the pages each token has the same weight
+            micro.weights = micro.mask.float()  # credit.html shows the same weight for all tokens
             micro.credit = run.oracle_credit[micro.rows, : micro.mask.shape[1]]
 
     trainer.collect = collect

@@ -1,4 +1,4 @@
-"""Trains the runs of the studies, each on one core, and collects what they leave.
+"""Trains the runs of the studies, each on one core, and collects their figures.
 
     python results/studies.py                           # all that is missing; a killed run resumes
     python results/studies.py wrong_policy --methods ARCA "methods/oppo.py --credit shuffled"
@@ -7,23 +7,23 @@
     python results/studies.py --collect                 # finished runs -> results/data/studies/
 
 A method is a name of METHODS, or a script with its flags. A file of methods/ is forked first, by
-tools/fork.py. Data order and random numbers of a seed are the same for all methods, so runs are
-paired by seed. Without --rate, every method has GRPO's learning rate. The studies are
+tools/fork.py. A seed has the same data order and random numbers for all methods, so runs are paired
+by seed. Without --rate, every method has GRPO's learning rate. The studies are
 
-    wrong_policy     chains of 8 operations, whose policy is mostly wrong before training, also when
-                     it decodes greedily: 50 rollouts of 16 completions. wrong_policy_2 and
+    wrong_policy     chains of 8 operations, by a policy that is mostly wrong before training, even
+                     when it decodes greedily: 50 rollouts of 16 completions. wrong_policy_2 and
                      wrong_policy_3 are the same with policies that get other things wrong
-    sharpening       chains of 8 operations, whose policy is right greedily: 80 rollouts of 16
+    sharpening       chains of 8 operations, by a policy that is right greedily: 80 rollouts of 16
     smollm2          SmolLM2-135M-Instruct in bfloat16 on the sums of tools/smollm2.py: 20 rollouts
                      of 32. A CPU without bfloat16 instructions takes smollm2_float32, whose
                      runs are evaluated at their two ends only, to save time
     default_command  the default flags: 45 rollouts of 128
-    small_rollouts   the same with rollouts of 16, at half of the rate
+    small_rollouts   the same with rollouts of 16, at half the rate
 
 Runs are folders of runs/studies/. results/data/studies/ has a file for each study, with a line for
-each evaluation. A run whose last line is there is done: remove its lines to make it anew. Figures
-of updates are means since the evaluation before. `clipped` is the share of updates whose gradient
-was cut to --max_grad_norm, `completions` how many a rollout sampled, and `commit` that of the code.
+each evaluation. A run whose last line is there is done: remove its lines to repeat it. Figures of
+updates are means since the evaluation before. `clipped` is the share of updates whose gradient was
+cut to --max_grad_norm, `completions` is how many a rollout sampled, and `commit` is the code's.
 """
 
 import argparse
@@ -76,7 +76,7 @@ ORACLES = ["least variance", "step values", "step values, right answers only"]
 
 
 class Study(NamedTuple):
-    """A task, and how runs are made on it."""
+    """A task, and how its runs are trained."""
 
     rates: dict[int, str]  # updates of a rollout -> GRPO's learning rate
     rollouts: int
@@ -155,7 +155,7 @@ class Run(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Where it is made."""
+        """Where it writes."""
         words = [self.method, str(self.updates), self.rate, str(self.seed)]
         name = "".join(c if c.isalnum() or c in ".-" else "_" for c in "-".join(words))
         return RUNS / self.study / name
@@ -183,20 +183,20 @@ class Run(NamedTuple):
         return [sys.executable, str(ROOT / script), *words, *own]
 
     def is_done(self) -> bool:
-        """Returns whether its folder or the data has it whole."""
+        """Returns whether its folder or the data has the complete run."""
         return self in runs_in_data(self.study) or (self.folder / "summary.json").exists()
 
 
 @cache
 def runs_in_data(study: str) -> set[Run]:
-    """Returns the whole runs of a study's file."""
+    """Returns the complete runs of a study's file."""
     lines = read_csv(DATA / f"{study}.csv")
     last = str(STUDIES[study].rollouts)
     return {Run(study, *key_of(line)) for line in lines if line["rollout"] == last}
 
 
 def key_of(line: dict[str, Any]) -> tuple[str, int, str, int]:
-    """Returns what tells the run of a line of the data from the others of its study."""
+    """Returns what distinguishes a line's run from the other runs of its study."""
     return line["method"], int(line["updates"]), line["rate"], int(line["seed"])
 
 
@@ -220,7 +220,7 @@ def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def planned_runs() -> list[Run]:
-    """Returns the runs of PLAN, the first seeds first: an early stop leaves whole pairs."""
+    """Returns the runs of PLAN, by seed, so that an early stop leaves whole pairs."""
     runs: dict[Run, None] = {}  # an ordered set
     for study, methods, updates, rate, seeds in PLAN:
         for seed in range(1, seeds + 1):
@@ -231,7 +231,7 @@ def planned_runs() -> list[Run]:
 
 
 def chosen_runs(options: argparse.Namespace) -> list[Run]:
-    """Returns the runs that the options ask for: of the plan or, with --methods, every one."""
+    """Returns the chosen studies' planned runs or, with --methods, those that the options name."""
     studies = options.studies or list(STUDIES)
     if options.methods is None:
         return [run for run in planned_runs() if run.study in studies]
@@ -281,12 +281,12 @@ def train_all(runs: list[Run], processes: int, smollm2: Path) -> None:
                 flush=True,
             )
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C begin no further run
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, no further run begins
 
 
 # ---- What runs leave -----------------------------------------------------------------------------
 def lines_of(run: Run, folder: Path) -> list[dict[str, Any]]:
-    """Returns a line for each evaluation of a finished run, but for what a resume has added."""
+    """Returns a line for each evaluation of a finished run, without those that a resume added."""
     study = STUDIES[run.study]
     environment = json.loads((folder / "config.json").read_text())["environment"]
     lines = []
@@ -316,7 +316,7 @@ def lines_of(run: Run, folder: Path) -> list[dict[str, Any]]:
 
 
 def collect(folder: Path) -> None:
-    """Puts the finished runs of a folder into the data, in place of lines that it has of them."""
+    """Puts the finished runs of a folder into the data, in place of any lines of theirs there."""
     for study in STUDIES:
         path = DATA / f"{study}.csv"
         lines = read_csv(path)

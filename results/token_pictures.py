@@ -3,19 +3,19 @@
     python results/token_pictures.py runs/default                          # the table
     python results/token_pictures.py runs/smollm2 --problems 8 --picture
 
-Where the steps of a solution are known, as in the embedded task, so are the tokens that decide: the
-digits of every step's result. The table has, for each method, means over the completions of
-held-out problems, 4 samples each, for the untrained policy and for that of a run's folder:
+If the steps of a solution are known, as in the embedded task, so are the tokens that decide: the
+digits of every step's result. For each method, the table has means over 4 completions of each
+held-out problem, by the untrained policy and by that of a run's folder:
 
     result               mean weight of a result digit, over the mean weight of the completion
     first_wrong          the same for the first wrong token
     auroc                of the first wrong token: the share of the other tokens of its completion
-                         that weigh less; 0.5 if the weights knew nothing
+                         that weigh less; 0.5 if the weights know nothing
     auroc_among_results  the share of the other result digits that weigh less
     gini, effn           how concentrated the weights are
     wrong                how many completions have a wrong token
 
-It is results/data/decisive_tokens/table.csv. With --picture nothing but methods.png is written
+The table is results/data/decisive_tokens/table.csv. With --picture, only methods.png is written
 there: the first wrong completion of the run's policy, under four methods.
 """
 
@@ -62,25 +62,25 @@ TITLES = {  # of the methods in the picture
 }
 SAMPLES = 4  # of a problem
 AT_ONCE = 128  # completions that are scored together
-KEPT_FLAGS = (  # of a run: those that its policy and its task depend on
+KEPT_FLAGS = (  # those of a run on which its policy and its task depend
     "model_name_or_path", "dataset_name", "dataset_config", "dtype", "max_completion_length",
     "gradient_checkpointing",
 )  # fmt: skip
 NARROWEST = 60  # characters in a line of the picture
 WIDEST = 92
-FULL_TINT = 3.0  # the weight that has it
+FULL_TINT = 3.0  # the weight that has the full tint
 
 
 # ---- Policies and completions --------------------------------------------------------------------
 def flags_of(folder: Path, problems: int) -> list[str]:
-    """Returns the flags of the run that left a folder, as far as another run must share them."""
+    """Returns those flags of the run in a folder that another run must share."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     flags = [f"--{name}={config[name]}" for name in KEPT_FLAGS if config[name] is not None]
     return [*flags, f"--num_generations={SAMPLES}", f"--max_eval_samples={problems}"]
 
 
 def sample(run: Any, module: Any) -> Any:
-    """Returns a graded batch of samples of the held-out problems, in which every row counts."""
+    """Returns a graded batch of samples of the held-out problems, all of which count."""
     problems = []
     for problem in run.held_out:
         problems += [problem] * SAMPLES
@@ -92,7 +92,7 @@ def sample(run: Any, module: Any) -> Any:
 
 
 def scored(flags: list[str], credits: list[str]) -> dict[str, list[Any]]:
-    """Returns the same samples for each method in parts, which have its weights."""
+    """Returns, for each method, the same samples in parts that have its weights."""
     parts: dict[str, list[Any]] = {}
     batch = None
     for credit in credits:
@@ -109,14 +109,14 @@ def scored(flags: list[str], credits: list[str]) -> dict[str, list[Any]]:
 
 # ---- Figures -------------------------------------------------------------------------------------
 def auroc(weight: Tensor, others: Tensor) -> float:
-    """Returns the share of other weights that are less than a weight. Ties count half."""
+    """Returns the share of other weights that are below a weight. Ties count half."""
     return ((others < weight).double() + 0.5 * (others == weight).double()).mean().item()
 
 
 def figures(weights: Tensor, roles: list[str]) -> dict[str, float]:
-    """Returns the figures of a completion, from weights and roles of its tokens.
+    """Returns the figures of a completion, from the weights and roles of its tokens.
 
-    Those of the first wrong token are missing where no token is wrong.
+    Without a wrong token, the figures of the first one are missing.
     """
     is_first_wrong = torch.tensor([role == "first_wrong" for role in roles])
     is_result = torch.tensor([role == "result" for role in roles])

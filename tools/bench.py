@@ -6,19 +6,19 @@
     git worktree add ../before 5891383 && python tools/bench.py grpo_arca.py --against ../before
     python tools/bench.py grpo_arca.py --trl --shape 1.7B -- --max_completion_length 256
 
-A method is a script and its flags, in quotes. The flags after `--` go to all of them. A repeat is a
-short run of each, and every second repeat goes through them backwards, so that a machine that
-becomes slower slows all of them down alike. The first updates of a run are its warm-up and do not
+A method is a script and its flags, in quotes. The flags after `--` go to all methods. A repeat is a
+short run of each method. Every second repeat goes through them backwards, so that a machine that
+becomes slower affects all of them alike. The first updates of a run are its warm-up and do not
 count. The table shows medians over the repeats and, in brackets, quartiles. Ratios are taken within
 a repeat: to the first method or, with --against, to the same one in the other checkout. All runs
 have the same prompts, and a learning rate so low that the policy stays what it is.
 
 TRL trains the same policy (NF4 and LoRA) on the same prompts, batches and rewards. Its rollout is
-the time in `generate` alone, and what else its step does counts as update.
+the time in `generate` alone, and the rest of its step counts as update.
 
---shape is random weights in a published shape of Qwen3. They neither stop nor answer: completions
-have the greatest length, and are paid for different characters. OAR works on answers, so measure it
-on a real model. On a CPU a run has one thread, unless OMP_NUM_THREADS says otherwise.
+--shape takes random weights in a published shape of Qwen3. They neither stop nor answer, so
+completions have the greatest length and are paid for different characters. OAR works on answers, so
+measure it on a real model. On a CPU a run has one thread, unless OMP_NUM_THREADS says otherwise.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def make_checkpoint(name: str) -> Path:
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    partial = folder.with_suffix(".partial")  # an interruption shall leave no half checkpoint
+    partial = folder.with_suffix(".partial")  # so that an interruption leaves no half checkpoint
     tokenizer.save_pretrained(partial)
     model.save_pretrained(partial)
     return partial.rename(folder)
@@ -141,7 +141,7 @@ class Steps(TrainerCallback):
 
 
 def run_trl(argv: list[str]) -> None:
-    """Trains with TRL's GRPOTrainer, which gets policy, data and flags of grpo_arca.py."""
+    """Trains with TRL's GRPOTrainer, which gets the policy, data and flags of grpo_arca.py."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -249,7 +249,7 @@ def measure(contender: Contender, flags: list[str], warmup: int) -> dict[str, fl
 def measure_all(
     contenders: list[Contender], flags: list[str], options: argparse.Namespace
 ) -> dict[str, list[dict[str, float]]]:
-    """Returns the figures of all contenders in every repeat, and says how long the rest takes."""
+    """Returns the figures of all contenders in every repeat, and prints the time left."""
     found: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in contenders}
     began = time.time()
     total = options.repeats * len(contenders)

@@ -3,15 +3,15 @@
     python tools/compare.py runs/*                   # the picture is ./compare.png
     python tools/compare.py runs/* --output a.pdf
 
-Runs that differ in the seed alone (or in where they write, what they save and on what they run) are
-one group. A group is called by the first of its folders and by what tells it from the other groups.
-If its runs were made by different commits, the table is followed by a warning.
+Runs that differ only in the seed, or in where they write, what they save or on what they run, are
+one group. Its name has the first of its folders and what tells it from the other groups. If its
+runs were made by different commits, a warning follows the table.
 
-Left, the mean reward of a group's runs, smoothed over a tenth of the steps, and the range of single
-runs. Right, the evaluation after the last step, by the figure that chooses the best one: a dot a
-run, a bar at the mean. The table has that figure before and after training, as a mean over the runs
-and, of several, their standard deviation. Folders without a finished run are left out, with a line
-each.
+The left panel has the mean reward of a group's runs, smoothed over a tenth of the steps, and the
+range of single runs. The right one has the evaluation after the last step, in the figure that
+chooses the best one: a dot for each run, and a bar at the mean. The table has that figure before
+and after training: the mean over the runs and, if there are several, their standard deviation. A
+line reports each folder that is left out because no run has finished there.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import pandas
 # Okabe and Ito's, which color-blind people can tell apart. Beyond these, other dashes.
 COLORS = ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 DASHES = ("-", "--", ":", "-.")
-# Flags that say where a run writes, with which seed or on what it runs, and not what it does
+# Flags for where a run writes, its seed and what it runs on, which do not change what it does
 SAME_ANYWAY = {
     "seed",
     "output_dir",
@@ -50,7 +50,7 @@ SAME_ANYWAY = {
 
 
 class Run(NamedTuple):
-    """What a run came to."""
+    """What is shown of a run."""
 
     folder: Path
     config: dict[str, Any]  # what tells it from runs of other groups
@@ -122,7 +122,7 @@ def with_spread(values: list[float]) -> str:
 
 
 def table(groups: Groups) -> str:
-    """Returns a line for each group, and a warning for each whose runs are of different code."""
+    """Returns a line for each group, and a warning for each whose runs differ in their code."""
     lines = [f"{'runs':6}{'before':15}{'after':15}{'figure':18}group"]
     warnings = []
     for label, runs in groups.items():

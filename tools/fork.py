@@ -1,15 +1,15 @@
 """Makes a whole script of a credit method, beside grpo_arca.py.
 
     python tools/fork.py methods/entropy_mask.py      # writes grpo_entropy_mask.py
-    python tools/fork.py --scripts                    # takes a change of grpo_arca.py to the others
+    python tools/fork.py --scripts                    # copies grpo_arca.py's trainer to the others
 
 The script is grpo_arca.py with another docstring and other CREDIT regions. So it trains, resumes
 and diffs like every grpo_*.py, and its runs and cards have the method's name. To change the method,
 edit its file and fork it again, which replaces the script.
 
-The file of a method has the docstring that the script will have (formula, source, what of it is
-public), and what stands between the marks of a script. What surrounds the marks only makes it
-Python, for editors and checkers:
+The file of a method has the docstring of the future script (formula, source, which parts are
+public) and what belongs between a script's marks. What surrounds the marks only makes it Python,
+for editors and checkers:
 
     from grpo_arca import Batch, Run, Tensor, flag  # names of grpo_arca.py that stand below
 
@@ -23,14 +23,14 @@ Python, for editors and checkers:
         return micro.entropy.clamp(min=run.args.floor)
     # === END CREDIT ===
 
-A method without flags has the second region alone. Of token_scores, assign_credit and
-surrogate_terms it holds those that differ from grpo_arca.py's, and any others that it calls. What
-is used but not defined, and stands in a region of grpo_arca.py, is copied from there: functions
-such as `normalize` and `control_weights`, and their flags.
+A method without flags has the second region alone. This region holds those of token_scores,
+assign_credit and surrogate_terms that differ from grpo_arca.py's, and other functions that they
+call. Whatever is used but not defined is copied from the regions of grpo_arca.py: functions such as
+`normalize` and `control_weights`, and their flags.
 
-Unless the flags hold `credit`, it is made: its default is the file's name, and where assign_credit
-is grpo_arca.py's, it also offers that function's controls, random and shuffled. Plain GRPO needs no
-place in a method: it is grpo_arca.py --credit uniform, and all outside the regions is the same.
+If there is no flag `credit`, it is added. Its default is the file's name, and with grpo_arca.py's
+own assign_credit it also offers that function's controls, random and shuffled. A method need not
+include plain GRPO: that is grpo_arca.py --credit uniform, which is the same outside the regions.
 """
 
 import argparse
@@ -44,15 +44,15 @@ NAME = re.compile(r"(?:def |class |from \S+ import )?(\w+)")
 
 
 def statements(code: str) -> dict[str, str]:
-    """Returns the statements of a code that is not indented by the names that they define."""
+    """Returns the statements of unindented code, by the names that they define."""
     texts = re.split(r"^(?=\w)", code, flags=re.M)[1:]
     return {NAME.findall(text)[0]: text for text in texts}
 
 
 def inherited(code: str, own: str, source: str) -> str:
-    """Returns the statements of a source that a code names, and those that they name in turn.
+    """Returns the statements of a source that some code names, and those that they name in turn.
 
-    Those that are also in `own` are left out.
+    Statements that are also in `own` are left out.
     """
     texts = statements(source)
     taken: set[str] = set()

