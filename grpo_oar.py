@@ -22,7 +22,7 @@ Low scores are damped and high ones raised. With n = minmax(log1p(I)) and tau = 
     w_t = 1 + beta * (n_t - tau) / (1 - tau)          elsewhere
     A_t = A_i * w_t * L / sum_k w_k                   so the mean of A_t over the reasoning is A_i
 
-Tokens outside the reasoning have weight 1. So have all tokens of a completion without an answer
+Tokens outside the reasoning have weight 1. So do all tokens of a completion without an answer
 (the metric no_answer_share counts those) or without an advantage.
 
 Scores and weights are those of the authors' code (XINGYUN-AI-LAB/OAR), with four differences: p is
@@ -36,7 +36,7 @@ How to read this file: first come the flags, and the two things that all steps s
 completions and the Run. The method stands between the CREDIT marks. Then comes the training loop,
 `train`, and its steps: `collect`, `score` and `update`. They are followed by the policy's
 log-probabilities. The rest is machinery: sampling, set-up, checkpoints and the command line.
-Everything outside the CREDIT marks is the same in every grpo_*.py script, but for this text.
+Except for this text, everything outside the CREDIT marks is the same in every grpo_*.py script.
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
@@ -113,7 +113,7 @@ LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
-Positive = Annotated[int, 1, 1e18]  # with the lowest and the highest value; of others 0 and 1e18
+Positive = Annotated[int, 1, 1e18]  # lowest and highest value; flags without them: 0 and 1e18
 
 
 def flag(default: Any, help: str) -> Any:
@@ -132,7 +132,7 @@ class Args:
         str(SCRIPT.parent / "common/tiny_policy"), "Hub id or folder of the base model"
     )
     model_revision: str = flag("main", "branch, tag or commit of a Hub model")
-    start_adapter: str | None = flag(None, "folder of a LoRA adapter of it to start from")
+    start_adapter: str | None = flag(None, "folder of a LoRA adapter of the base to start from")
     load_in_4bit: bool = flag(True, "quantize the base to NF4 with double quantization")
     dtype: Literal["bfloat16", "float32"] | None = flag(
         None, "precision of all but NF4 weights; default: bfloat16 on a GPU that has it, or float32"
@@ -226,12 +226,12 @@ class Args:
     )
     max_grad_norm: float = flag(1.0, "clip gradients to this norm; 0 is off")
     skip_zero_gradient: bool = flag(
-        False, "take no step where all groups have equal rewards; Adam's momentum would take one"
+        False, "take no step on a zero gradient, where Adam's momentum would still take one"
     )
     max_steps: int = flag(200, "updates; 0 only evaluates")
     seed: int = flag(1, "seed of adapter, data order and samples")
     # evaluation and output
-    eval_steps: int = flag(25, "updates between evaluations; 0: first and last")
+    eval_steps: int = flag(25, "updates between evaluations; 0: only before and after")
     max_eval_samples: Positive = flag(200, "held-out problems")
     num_generations_eval: Positive = flag(4, "samples per held-out problem")
     per_device_eval_batch_size: int = flag(32, "completions sampled at once")
@@ -262,7 +262,7 @@ EMBEDDED_DEFAULTS = {  # used instead for a policy whose config.json says "embed
 
 
 # ---- What the steps of the loop share ------------------------------------------------------------
-NOT_SET = torch.empty(0)  # stands in a Batch for what a later step of the loop will know
+NOT_SET = torch.empty(0)  # what a Batch holds until a later step of the loop sets the value
 
 
 @dataclass
@@ -277,7 +277,7 @@ class Batch:
     sampled_logp: Tensor  # [B, T] under the policy that sampled, as the decode loop computed it
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] the answers: what a prompt began, if it did, and the completion
+    texts: list[str]  # [B] whole answers: what the prompt has of one already, and the completion
     completion_ids: list[list[int]]  # [B] their tokens, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # set by `collect`
@@ -289,9 +289,9 @@ class Batch:
     old_logp: Tensor = NOT_SET  # [B, T] before the first of several updates, in training mode
     reference_logp: Tensor = NOT_SET  # [B, T] under the policy before training, if beta needs it
     scores: Tensor = NOT_SET  # [B, T] the credit signal
-    credit: Tensor = NOT_SET  # [B, T] what `surrogate_terms` needs
-    weights: Tensor = NOT_SET  # [B, T] each token's share of the gradient: 1 on average
-    bounds: tuple = ()  # of the ratio, where the method has others than the epsilons': low and high
+    credit: Tensor = NOT_SET  # [B, T] what `surrogate_terms` reads: often the weights
+    weights: Tensor = NOT_SET  # [B, T] for metrics and credit.html: 1 on average over a completion
+    bounds: tuple = ()  # low and high limit of the ratio, if the method sets its own
 
     @property
     def mask(self) -> Tensor:
@@ -323,7 +323,7 @@ class Batch:
                 value[i] = item
 
     def trimmed(self) -> Batch:
-        """Returns a batch that is not scored yet, without columns that are padding throughout."""
+        """Returns the batch without columns that are only padding. Only before it is scored."""
         used_columns = self.attention.any(0).nonzero()
         start = int(used_columns[0])
         end = int(used_columns[-1]) + 1
@@ -361,17 +361,18 @@ class Run:
             mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
             cpu=not CUDA,  # otherwise processes on CPUs do not find each other
             log_with=None if args.report_to == "none" else args.report_to,
-            dynamo_backend="no",  # compiled layers would compute otherwise than those that sample
+            dynamo_backend="no",  # compiled layers would not compute what the sampling ones do
         )
         if self.accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
             fail(f"launch it on one device or with DDP, not {self.accelerator.distributed_type}")
-        self.updates_per_iteration = args.steps_per_generation // args.gradient_accumulation_steps
-        self.updates_per_rollout = args.num_iterations * self.updates_per_iteration
+        # A rollout is trained on in --num_iterations passes.
+        self.updates_per_pass = args.steps_per_generation // args.gradient_accumulation_steps
+        self.updates_per_rollout = args.num_iterations * self.updates_per_pass
         # In completions:
         own_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.update_size = own_size * self.accelerator.num_processes
-        self.rollout_size = self.update_size * self.updates_per_iteration
-        # Of several processes, each has whole groups.
+        self.rollout_size = self.update_size * self.updates_per_pass
+        # No group is split between processes: `unit` completions must be whole groups.
         unit = self.rollout_size if self.accelerator.num_processes == 1 else own_size
         if (
             args.steps_per_generation % args.gradient_accumulation_steps > 0
@@ -384,14 +385,14 @@ class Run:
 
         # The policy, its optimizer and its schedule.
         self.model = load_policy(args, self.accelerator.device)  # its adapter can be disabled
-        stops = (  # a base model may name only the first, and close a turn by the last
+        stops = (  # a model may name only one of these, and end its turn with another
             self.model.generation_config.eos_token_id,
             self.tokenizer.eos_token_id,
             closing_token(self.tokenizer, json.loads(args.chat_template_kwargs)),
         )
         ids = [torch.tensor(stop).flatten() for stop in stops if stop is not None]  # one or several
         self.eos_ids = torch.cat(ids).unique().to(self.accelerator.device)  # ascending
-        # Looked up once: while the adapter is disabled, its weights seem not to be trained.
+        # Collected now, because PEFT sets requires_grad to False while the adapter is disabled.
         self.adapter = {
             name: p.data for name, p in self.model.named_parameters() if p.requires_grad
         }
@@ -403,12 +404,13 @@ class Run:
         scheduler = transformers.get_scheduler(
             args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
         )
-        # Takes the number of an update, from 1, to a share of the peak rate. It has no state.
+        # We keep only its function, from the number of an update to its share of the peak rate. It
+        # would reach 0 one update after the last.
         (self.share_of_peak_rate,) = scheduler.lr_lambdas
         self.policy, self.optimizer = self.accelerator.prepare(  # with DDP, if there are processes
             LogProbs(self.model, args.temperature), optimizer
         )
-        # What beta keeps the policy near: the policy before training.
+        # The policy before training. --beta weighs the KL divergence to it.
         self.start_weights = {
             name: p.detach().clone()
             for name, p in self.policy.named_parameters()
@@ -431,7 +433,10 @@ class Run:
         return self.step // self.updates_per_rollout
 
     def has_reached(self, interval: int, former_step: int) -> bool:
-        """Returns whether a multiple of `interval` lies after `former_step`, or the end is here."""
+        """Returns whether a multiple of `interval` came after `former_step`, or training is over.
+
+        An interval of 0 is never reached.
+        """
         return interval > 0 and (
             self.step >= self.args.max_steps or self.step // interval > former_step // interval
         )
@@ -525,7 +530,7 @@ def gradient_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int
     and runs none of DDP's hooks.
     """
     args = run.args
-    # With bf16, a dense copy in fp32 would be a second policy. So it is made only in float32.
+    # With bf16, a dense fp32 copy would double the policy, so it is made only in float32.
     is_dense = args.rollout_weights == "dense" and args.dtype == "float32"
     in_dense = dense(run.model) if is_dense else contextlib.nullcontext()
     # Checkpointing needs layers in training mode. Their submodules stay in evaluation mode, so that
@@ -547,7 +552,7 @@ def gradient_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int
         with torch.enable_grad():
             noisy = (embeddings + noise).requires_grad_()
             changed = answer_logp(run, probes, every_row, noisy, cache)
-            # Without noise the divergence would be at its least, where its gradient is 0.
+            # Without noise, the divergence would be at its minimum, where the gradient is 0.
             divergence = outcome_shift(clean, changed).sum()
             (gradient,) = torch.autograd.grad(divergence, noisy)
     scores = (gradient * embeddings).sum(-1).abs()
@@ -677,7 +682,7 @@ class Probes(NamedTuple):
 def find_probes(run: Run, micro: Batch, rows: list[int]) -> Probes | None:
     """Returns what to score, for those of `rows` that have reasoning and an answer.
 
-    Left out are those whose text does not fit the model's context.
+    Those whose text does not fit the model's context are left out.
     """
     tokenizer = run.tokenizer
     conclude = tokenizer.encode(run.args.oar_conclude, add_special_tokens=False)
@@ -815,19 +820,20 @@ def train(run: Run) -> None:
                 run.tokenizer, all_micros, args.num_generations, run.step, args.system_prompt
             )
 
-        # Update the policy, unless a reward function has swallowed a signal.
-        if not run.is_interrupted:
-            run.is_updating = True
-            # A run that --max_steps ended within this rollout has made its first updates.
-            planned = (updates * args.num_iterations)[run.step % run.updates_per_rollout :]
-            for micros in planned[: args.max_steps - run.step]:
-                with timed(metrics, "seconds_update"):
-                    metrics |= update(run, micros)
-                run.step += 1
-                run.log.write({"step": run.step} | metrics)
-                # The next update's row repeats the rollout's metrics, but not its seconds.
-                metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
-            run.is_updating = False
+        # Update the policy. A signal that a reward function has caught ends the run first.
+        if run.is_interrupted:
+            raise KeyboardInterrupt
+        run.is_updating = True  # a signal now waits for the end of the updates
+        # A resumed run may already have made the first updates on this rollout.
+        remaining = (updates * args.num_iterations)[run.step % run.updates_per_rollout :]
+        for micros in remaining[: args.max_steps - run.step]:
+            with timed(metrics, "seconds_update"):
+                metrics |= update(run, micros)
+            run.step += 1
+            run.log.write({"step": run.step} | metrics)
+            # The next row repeats the rollout's metrics, but its seconds are counted once.
+            metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
+        run.is_updating = False
         if run.is_interrupted:
             raise KeyboardInterrupt
         if run.log.has_diverged():
@@ -847,14 +853,15 @@ def train(run: Run) -> None:
 def collect(run: Run, metrics: dict) -> Batch:
     """Samples and grades this process's share of a rollout, and computes the advantages.
 
-    It changes nothing that a checkpoint holds.
+    It does not change the run's progress, so a run that is interrupted here can sample it again.
     """
     args = run.args
     accelerator = run.accelerator
 
-    # Deal out the rows. An update has the same ones on any number of processes.
+    # Deal out the rows. On any number of processes, an update has the same rows, and each process
+    # has whole groups.
     all_rows = torch.arange(run.rollout_size).view(
-        run.updates_per_iteration, accelerator.num_processes, -1
+        run.updates_per_pass, accelerator.num_processes, -1
     )
     rows = all_rows[:, accelerator.process_index].flatten()
 
@@ -863,25 +870,25 @@ def collect(run: Run, metrics: dict) -> Batch:
     with timed(metrics, "seconds_rollout"):
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
-            rewards = batch.function_rewards.unflatten(0, (-1, args.num_generations))
-            redrawn = rows_without_signal(aggregated_advantages(args, rewards, run.reward_weights))
-            if len(redrawn) > 0:
-                batch.put(redrawn, sample_attempt(run, rows[redrawn.cpu()], attempt, logged))
+            groups = batch.function_rewards.unflatten(0, (-1, args.num_generations))
+            places = rows_without_signal(aggregated_advantages(args, groups, run.reward_weights))
+            if len(places) > 0:
+                batch.put(places, sample_attempt(run, rows[places.cpu()], attempt, logged))
 
-    # Compute the advantages over all processes. G consecutive rows are a group.
+    # Compute the advantages from the rewards of all processes, in the order of their rows.
     batch.rewards = weighted_sum(batch.function_rewards, run.reward_weights).float()
     order = accelerator.gather(batch.rows).argsort()
-    rewards = accelerator.gather(batch.function_rewards)[order]
+    all_rewards = accelerator.gather(batch.function_rewards)[order]  # [prompts * G, F]
     advantages = aggregated_advantages(  # [prompts, G]
-        args, rewards.unflatten(0, (-1, args.num_generations)), run.reward_weights
+        args, all_rewards.unflatten(0, (-1, args.num_generations)), run.reward_weights
     )
     advantages[advantages < 0] *= args.negative_weight
     batch.advantages = advantages.flatten()[batch.rows]
 
-    # Choose the tokens to train on.
+    # Choose the tokens to train on: all, but for those of truncated completions if a flag says so.
     batch.loss_mask = batch.mask & ~(batch.truncated & args.mask_truncated_completions)[:, None]
     loss_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item()
-    batch.update_tokens = loss_tokens / run.updates_per_iteration
+    batch.update_tokens = loss_tokens / run.updates_per_pass
 
     metrics |= log_means(logged) | rollout_metrics(
         accelerator,
@@ -898,14 +905,16 @@ def collect(run: Run, metrics: dict) -> Batch:
 def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     """Samples the given rows of the rollout, and grades them.
 
-    Each attempt has problems and random numbers of its own, which depend on nothing but the row.
+    A row's problem and random numbers follow from the seed, the rollout, the row and the attempt:
+    0 for the first, and more for groups that are drawn again.
     """
     args = run.args
     suffix = f" attempt {attempt}" if attempt > 0 else ""
-    order = f"{args.seed}{suffix}" if args.shuffle_dataset or attempt > 0 else None
-    groups = (rows + run.rollout_number * run.rollout_size) // args.num_generations
+    shuffle_seed = f"{args.seed}{suffix}" if args.shuffle_dataset or attempt > 0 else None
+    prompts = (rows + run.rollout_number * run.rollout_size) // args.num_generations
     problems = [
-        run.train_set[problem_at(group, len(run.train_set), order)] for group in groups.tolist()
+        run.train_set[problem_at(prompt, len(run.train_set), shuffle_seed)]
+        for prompt in prompts.tolist()
     ]
     draws = row_draws(
         args.seed,
@@ -927,15 +936,18 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
 
 
 def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
-    """Returns each update's micro-batches: only rows with a gradient, sorted by length."""
-    if run.args.beta == 0:  # then a row whose advantage is 0 has no gradient
+    """Returns each update's micro-batches: completions with a gradient, sorted by length.
+
+    Without a KL term, the loss mask of a completion whose advantage is 0 is cleared first.
+    """
+    if run.args.beta == 0:
         batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
-    is_kept = batch.loss_mask.any(1)  # [B]
+    has_gradient = batch.loss_mask.any(1)  # [B]
     lengths = batch.attention.sum(1)  # [B]
     updates = []
-    for rows in torch.arange(len(lengths)).to(lengths).chunk(run.updates_per_iteration):
-        is_kept[rows[0]] |= ~is_kept[rows].any()  # DDP needs a backward pass on every process
-        kept = rows[is_kept[rows]]
+    for places in torch.arange(len(lengths), device=lengths.device).chunk(run.updates_per_pass):
+        # DDP needs a backward pass on every process: if no completion has a gradient, keep one.
+        kept = places[has_gradient[places]] if has_gradient[places].any() else places[:1]
         by_length = kept[lengths[kept].argsort(stable=True)]
         parts = by_length.split(run.args.per_device_train_batch_size)
         updates.append([batch.select(part).trimmed() for part in parts])
@@ -946,33 +958,33 @@ def aggregated_advantages(args: Args, rewards: Tensor, weights: Tensor) -> Tenso
     """Returns advantages [prompts, G] from the rewards of F functions, [prompts, G, F]."""
     if args.multi_objective_aggregation == "sum_then_normalize":
         advantages = group_advantages(weighted_sum(rewards, weights), args.scale_rewards)
-    else:  # GDPO (arXiv 2601.05242): each function in its group, then their sum in the whole batch
+    else:  # GDPO (arXiv 2601.05242): normalize each function by group, then the sum by batch
         each = group_advantages(rewards, "group").where(~rewards.isnan(), torch.nan)
         total = weighted_sum(each, weights)
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        advantages[total == 0] = 0.0  # the mean of all is 0 but for rounding
+        advantages[total == 0] = 0.0  # the mean of all is 0, except for rounding
     return advantages.float()
 
 
 def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
-    """Returns advantages: rewards [prompts, G] minus their group's mean, over a deviation.
+    """Returns advantages: rewards [prompts, G, ...] minus their group's mean, over a deviation.
 
     As in TRL, 1e-4 is added to the standard deviation. A reward is NaN if no reward function
     applied; it is left out of every mean and deviation, and its advantage is 0.
     """
     is_known = ~rewards.isnan()
-    # Measured from the best one, equal rewards are 0, and so is their mean: no rounding is left.
+    # Subtract the best reward first: then equal rewards give exactly 0, without rounding.
     shortfalls = rewards - rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)
-    advantages = (shortfalls - shortfalls.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
-    others = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)  # G - 1, if all are known
-    variance = advantages.square().sum(1, keepdim=True) / others
+    centered = (shortfalls - shortfalls.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
+    degrees_of_freedom = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)  # G - 1 if all are known
+    variance = centered.square().sum(1, keepdim=True) / degrees_of_freedom
     divisors: dict[str, Any] = {
         "group": variance.sqrt() + 1e-4,  # [prompts, 1]
         "batch": rewards[is_known].std() + 1e-4,
         "none": 1.0,
     }
     # The deviation of a batch with a single known reward is NaN.
-    return (advantages / divisors[scale_rewards]).nan_to_num(nan=0.0)
+    return (centered / divisors[scale_rewards]).nan_to_num(nan=0.0)
 
 
 @torch.no_grad()
@@ -983,16 +995,16 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """
     for micro in micros:
         with timed(metrics, "seconds_score"):
-            if run.updates_per_rollout > 1:
+            if run.updates_per_rollout > 1:  # with one update, old and new log-probs are equal
                 micro.old_logp = training_forward(run, micro)
             run.policy.eval()
-            if run.args.beta > 0:
+            if run.args.beta > 0:  # the policy with the weights that it had before training
                 micro.reference_logp, _ = torch.func.functional_call(
                     run.policy, run.start_weights, micro
                 )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
-        # A score that is not finite makes a loss that is not, and then `update` takes no step.
+        # A score that is not finite must not be hidden: with NaN here, `update` takes no step.
         micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
@@ -1023,7 +1035,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
             logp = training_forward(run, micro)
             old_logp = logp.detach() if micro.old_logp is NOT_SET else micro.old_logp
             loss, clipped = policy_loss(run, micro, logp, old_logp)
-            (loss * accelerator.num_processes).backward()  # DDP averages
+            (loss * accelerator.num_processes).backward()  # DDP averages, we sum
         total_loss += loss.detach()
         averages.append(
             {
@@ -1044,7 +1056,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     if is_finite and (grad_norm > 0 or not run.args.skip_zero_gradient):
         run.optimizer.step()
     run.optimizer.zero_grad()
-    # Where no token is trained on, there is nothing to average.
+    # `means` leaves out what has nothing to average, if no token is trained on. Then it is 0.
     return (
         dict.fromkeys(averages[0], 0.0)
         | means(accelerator, averages)
@@ -1060,7 +1072,10 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
 
 
 def training_forward(run: Run, micro: Batch) -> Tensor:
-    """Returns log-probs [B, T] in training mode, with dropout that depends only on the rows."""
+    """Returns log-probs [B, T] in training mode.
+
+    Dropout is seeded by rollout and row, so that old and new log-probs drop the same units.
+    """
     torch.manual_seed(key_seed(run.args.seed, "dropout", run.rollout_number, int(micro.rows[0])))
     run.policy.train()
     return run.policy(micro)[0]
@@ -1069,13 +1084,14 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], and only `logp` carries gradients. A completion or a token without a
-    gradient counts in the denominators, so splitting an update does not change the loss.
+    The log-probs are [B, T], and only `logp` carries gradients. The divisors count all completions
+    and tokens of an update, also those without a gradient. So the sum of the losses of its
+    micro-batches does not depend on how the update is split.
     """
     args = run.args
     log_ratio = torch.where(micro.mask, logp - old_logp, 0.0)  # padding must not overflow in exp
-    log_weight, advantages = surrogate_terms(args, micro, log_ratio)
-    ratio = log_weight.exp()
+    log_importance, advantages = surrogate_terms(args, micro, log_ratio)
+    ratio = log_importance.exp()
     epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     low, high = micro.bounds or (1 - args.epsilon, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
@@ -1103,12 +1119,11 @@ def evaluate(run: Run) -> None:
     All evaluations use the same random numbers.
     """
     own_funcs = {name: function for name, function in run.reward_funcs.items() if function}
-    # The grader's own verdict comes first. Its name is empty, as no function's is.
-    verdict: dict[str, Any] = {"": None}
-    functions = {"greedy": verdict, "sampled": verdict | own_funcs}
-    samples_of = {"greedy": 1, "sampled": run.args.num_generations_eval}
+    # None stands for the grader. It comes first, by an empty name, which no function has.
+    grader: dict[str, Any] = {"": None}
+    kinds = {"greedy": (1, grader), "sampled": (run.args.num_generations_eval, grader | own_funcs)}
     verdicts: list[Any] = []  # of each answer: kind, number of the problem, truncated, and rewards
-    for kind, samples in samples_of.items():
+    for kind, (samples, functions) in kinds.items():
         all_rows = torch.arange(len(run.held_out) * samples).view(-1, samples)
         rows = all_rows[run.accelerator.process_index :: run.accelerator.num_processes].flatten()
         if len(rows) == 0:  # there are more processes than problems
@@ -1120,7 +1135,7 @@ def evaluate(run: Run) -> None:
             [run.held_out[n] for n in numbers],
             row_draws(run.args.seed, "eval", 0, rows, run.args.max_completion_length, samples),
             run.args.per_device_eval_batch_size,
-            functions[kind],
+            functions,
             logged={},
             is_greedy=kind == "greedy",
         )
@@ -1146,7 +1161,7 @@ def evaluate(run: Run) -> None:
 
 # ---- Log-probabilities without ever building [B, T, V] -------------------------------------------
 class LogProbs(nn.Module):
-    """The policy as what it says of a batch. Accelerate wraps it, so DDP sees training forwards."""
+    """Computes the policy's log-probs. A module, because DDP must wrap the training forward."""
 
     def __init__(self, model: PeftModel, temperature: float):
         super().__init__()
@@ -1163,13 +1178,14 @@ class LogProbs(nn.Module):
         attention = micro.attention.long()
         targets = micro.ids[:, micro.prompt_width :]  # [B, T]
 
-        # The last prompt token predicts the first completion token. Those before it can be cached.
+        # The last prompt token predicts the first completion token. Those before it go into a
+        # cache, if the model can use one.
         cached = micro.prompt_width - 1
         cache = prompt_cache(self.model, micro.ids[:, :cached], attention[:, :cached])
         start = 0 if cache is None else cached
-        hidden = hidden_states(  # [B, T, H]
+        hidden = hidden_states(  # [B, T, H]: the last T positions
             base, micro.ids[:, start:-1], attention[:, :-1], cache
-        )[:, cached - start :]
+        )[:, -targets.shape[1] :]
         if not needs_logp:
             return NOT_SET, hidden
 
@@ -1192,8 +1208,8 @@ def prompt_cache(
 ) -> transformers.DynamicCache | None:
     """Returns a cache that holds the prompts [B, P], or None where a cache cannot be used.
 
-    Checkpointed layers do not accept one, and linear attention keeps a running state instead of
-    keys and values.
+    Gradients flow through the cache. Checkpointed layers do not accept one, and linear attention
+    keeps a running state instead of keys and values.
     """
     if (
         ids.shape[1] == 0
@@ -1291,15 +1307,15 @@ def key_seed(*key: object) -> int:
 
 
 def row_draws(
-    seed: int, kind: str, step: int, rows: Tensor, length: int, group_size: int
+    seed: int, purpose: str, rollout: int, rows: Tensor, length: int, group_size: int
 ) -> Tensor:
-    """Returns random numbers [B, length] in [0, 1), from the seed, `kind`, `step` and row alone.
+    """Returns random numbers [B, length] in [0, 1) from the seed, purpose, rollout and row alone.
 
     A row is prompt * group_size + sample.
     """
     pairs = [divmod(row, group_size) for row in rows.tolist()]
-    seeds = [key_seed(seed, kind, step, prompt, sample) for prompt, sample in pairs]
-    streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+    row_seeds = [key_seed(seed, purpose, rollout, prompt, sample) for prompt, sample in pairs]
+    streams = [torch.Generator().manual_seed(row_seed) for row_seed in row_seeds]
     return torch.stack([torch.rand(length, generator=stream) for stream in streams]).to(rows.device)
 
 
@@ -1320,9 +1336,9 @@ def sample_tokens(
     # What top_p leaves has a total mass below 1.
     kept_logp = logp if top_p == 1 else transformers.TopPLogitsWarper(top_p)(None, logp)
 
-    # Find the first token whose cumulative probability exceeds the draw's share of the total. A
-    # draw is at most 1 - 2^-24, so that is less than the total: no impossible token is picked.
-    # In fp32 the sums would lose what the last of many tokens add. NaN logits give the last token.
+    # Pick the first token whose cumulative probability exceeds draw * total. As draw < 1, that is
+    # never a token of probability 0. The sums are in fp64, because in fp32 the last of many tokens
+    # would add nothing. With NaN logits, the clamp picks the last token.
     cdf = kept_logp.exp().cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(cdf, draws[:, None] * cdf[:, -1:], right=True).clamp(
         max=logits.shape[1] - 1
@@ -1339,14 +1355,14 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
     base = run.model.get_base_model()
     length = draws.shape[1]  # T
     begin = prompt_ids.shape[1]  # column of the first token
-    first = int((prompt_ids >= 0).any(0).nonzero()[0])  # column that is not padding in all rows
+    first = int((prompt_ids >= 0).any(0).nonzero()[0])  # first column with a token in any row
     ids = F.pad(prompt_ids, (0, length), value=-1)  # [B, P + T]
     logp = torch.zeros(ids.shape, device=ids.device)
     entropy = torch.zeros_like(logp)
-    rows = torch.arange(len(ids), device=ids.device)  # [n] of completions that are sampled on
+    rows = torch.arange(len(ids), device=ids.device)  # [n] of completions not ended
     column = torch.tensor([begin], device=ids.device)  # [1] of the next token
     cache = transformers.StaticCache(config=base.config, max_cache_len=begin - first)
-    # A layer with a window tracks its position on the host, unseen by a graph.
+    # A sliding-window layer counts its position on the host, where a CUDA graph cannot update it.
     cache.layers = [
         StaticLayer(begin - first) if is_sliding else layer
         for layer, is_sliding in zip(cache.layers, cache.is_sliding, strict=True)
@@ -1381,8 +1397,8 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
                 layer.values = F.pad(layer.values, (0, 0, 0, room))
                 layer.max_cache_len += room
 
-        # The steps of a segment use the same tensors, and the host looks at none of them, so on a
-        # GPU the second is recorded and replayed. The first warms up.
+        # All steps of a segment use the same tensors, and the host reads none of them. So on a GPU
+        # the first step warms up, and the second is recorded and replayed.
         advance: Callable = functools.partial(step, rows, hidden, begin + start + room)
         for i in range(room):
             if i == 1 and CUDA and run.args.cuda_graphs:
@@ -1412,8 +1428,8 @@ def sample(
     give and log is appended to `logged`.
 
     `batch_size` completions are sampled at a time; 0: all. Each depends on its own row of the
-    draws, so the parts change no sample. The widths of the batch are those of the longest prompt
-    of all problems and of T. Masks come from lengths, never from token ids: the pad token may also
+    draws, so splitting changes no sample. The batch has room for the longest prompt of all
+    problems and for T tokens. Masks come from lengths, never from token ids: the pad token may also
     be a stop token.
     """
     run.policy.eval()
@@ -1462,7 +1478,7 @@ def sample(
 def dense(model: PeftModel) -> Iterator[None]:
     """Makes every NF4 layer use a dense copy of its weight within the `with` block.
 
-    The adapter is applied separately: merged into bf16 weights, a young one would be rounded away.
+    The adapter is not merged: in bf16 weights, the small changes of a new adapter would be lost.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "compute_dtype")]  # NF4
     adapted = [layer for layer in model.modules() if getattr(layer, "base_layer", None) in layers]
@@ -1491,14 +1507,14 @@ def adapted_forward(base_layer: nn.Module, lora_A: Tensor, lora_B: Tensor, x: Te
 def load_policy(args: Args, device: torch.device) -> PeftModel:
     """Returns the base model in NF4, with a new adapter or the one that the run starts from."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)
-    torch.set_float32_matmul_precision("highest")  # the images of NGC ask for TF32
+    torch.set_float32_matmul_precision("highest")  # NVIDIA's NGC images turn on TF32
     config = transformers.AutoConfig.from_pretrained(
         args.model_name_or_path, revision=args.model_revision
     )
     text_config = config.get_text_config()
     for option, value in vars(text_config).items():
         if "drop" in option and isinstance(value, float):
-            setattr(text_config, option, 0.0)  # as in rollouts; --lora_dropout stays
+            setattr(text_config, option, 0.0)  # rollouts have none; --lora_dropout stays
     base, loading = transformers.AutoModelForCausalLM.from_pretrained(
         args.model_name_or_path,
         config=config,
@@ -1586,7 +1602,7 @@ def check_model(run: Run) -> None:
     draws = row_draws(run.args.seed, "check", 0, rows, 8, len(rows))
     batch = sample(run, rows, problems, draws, 0, run.reward_funcs, {})
 
-    # Recompute its log-probs in training mode but for dropout: some layers have other noise there.
+    # Recompute its log-probs in training mode, where some layers add noise. Dropout is off.
     run.policy.train()
     for module in run.model.modules():
         if isinstance(module, nn.Dropout):
@@ -1616,9 +1632,9 @@ def checkpoints(output_dir: str) -> list[Path]:
 def save_checkpoint(run: Run) -> None:
     """Saves <output_dir>/checkpoint-<step>, and deletes the oldest beyond --save_total_limit.
 
-    The one whose evaluation was the best is kept and not counted. Only the main process saves, and
-    nobody waits for it. Between two updates on a rollout nothing is saved: a resumed run would
-    sample it again, by another policy, for the second.
+    The one with the best evaluation is kept and not counted. Only the main process saves, and no
+    other waits for it. Nothing is saved between two updates on a rollout: a resumed run would
+    sample it again with a policy that has changed.
     """
     folder = Path(run.args.output_dir, f"checkpoint-{run.step}")
     is_midway = run.step % run.updates_per_rollout > 0 and run.step < run.args.max_steps
@@ -1654,7 +1670,7 @@ def resume(run: Run) -> None:
     args = run.args
     existing = checkpoints(args.output_dir)
     newest = int(existing[-1].name.removeprefix("checkpoint-")) if existing else -1
-    # Never mix two runs in a folder, and never make again what led to the end of one.
+    # Two runs must not share a folder, and a finished run must not be trained again in part.
     has_begun = existing != [] or Path(args.output_dir, "metrics.jsonl").exists()
     summary = Path(args.output_dir, "summary.json")
     has_ended = summary.exists() and newest < json.loads(summary.read_text())["steps"]
@@ -1708,7 +1724,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     parser.set_defaults(**(EMBEDDED_DEFAULTS if is_embedded else {}) | of_adapter)
     (args,) = parser.parse_args_into_dataclasses(argv)
     if not of_adapter.items() <= vars(args).items():
-        fail(f"--start_adapter {args.start_adapter} is one of {of_adapter}: leave these flags out")
+        fail(f"--start_adapter {args.start_adapter} has {of_adapter}: leave these flags out")
     for name, hint in get_type_hints(Args, include_extras=True).items():
         low, high = getattr(hint, "__metadata__", (0, 1e18))
         value = getattr(args, name)
@@ -1721,7 +1737,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     has_bf16 = CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
     args.dtype = args.dtype or ("bfloat16" if has_bf16 else "float32")
     args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
-    if config.exists():  # the adapter names its base, from wherever it is used
+    if config.exists():  # the saved adapter names its base, and may be used from another folder
         # The folder, because config.json itself may be a link, as in the Hub's cache.
         args.model_name_or_path = str(config.parent.resolve())
     args.output_dir = args.output_dir or f"runs/{SCRIPT.stem}-{args.credit}-{args.seed}"
@@ -1762,7 +1778,7 @@ def run_to_the_end(args: Args) -> None:
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                # The other processes end when the main one has, which must not wait for them.
+                # The other processes end once the main one has, so it must not wait for them.
                 signal.signal(number, interrupt if is_main else signal.SIG_IGN)
         try:
             train(run)

@@ -14,11 +14,11 @@ PPO's clipped loss gives this advantage to every token. Token credit gives more 
 (arXiv 2606.00257) measures how far the adapter has moved h_t, the hidden state that predicts token
 y_t, and weighs the tokens of a completion in proportion:
 
-    alpha_t = || h_t with the adapter - h_t without it ||_2 + 1e-8
-    w_t     = alpha_t / (mean of alpha over the completion)
-    ratio_t = pi(y_t) / pi_old(y_t)
-    loss    = -(mean over completions i of the mean over their tokens t of
-                min(ratio_t w_t A_i, clip(ratio_t, 1 - epsilon, 1 + epsilon) w_t A_i))
+    alpha_t  = || h_t with the adapter - h_t without it ||_2 + 1e-8
+    weight_t = alpha_t / (mean of alpha over the completion)
+    ratio_t  = pi(y_t) / pi_old(y_t)
+    loss     = -(mean over completions i of the mean over their tokens t of
+                 min(ratio_t weight_t A_i, clip(ratio_t, 1 - epsilon, 1 + epsilon) weight_t A_i))
 
 With uniform credit all weights are 1, and that is plain GRPO.
 
@@ -99,7 +99,7 @@ def sample(
     ids = prompts["input_ids"]
     attention = prompts["attention_mask"]
     width = ids.shape[1]
-    is_open = attention[:, -1:]  # [B, 1]: 1 until a completion has its end token
+    is_open = torch.ones_like(attention[:, :1])  # [B, 1]: 1 until a completion has its end token
     cache = DynamicCache()
     for t in range(LENGTH):
         new = slice(cache.get_seq_length(), None)  # the whole prompt at first, then the last token
@@ -111,7 +111,7 @@ def sample(
         ).logits[:, -1]  # [B, V]
         if draws is None:
             token = logits.argmax(1, keepdim=True)  # [B, 1]
-        else:  # the first token at which the cumulative probability exceeds the uniform
+        else:  # the first token whose cumulative probability exceeds the draw's share of the total
             cdf = logits.softmax(1).double().cumsum(1)
             token = torch.searchsorted(cdf, draws[:, t, None] * cdf[:, -1:], right=True)
         token = torch.where(is_open > 0, token, tokenizer.pad_token_id)
