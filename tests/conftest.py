@@ -17,7 +17,13 @@ import common.data
 import common.report
 import grpo_arca
 
+# The files that take longest begin, so that no process waits for another one at the end.
+LONGEST = ("test_whole_run", "test_resume", "test_methods", "test_real_model", "test_processes")
 POLICIES: dict = {}  # what `load_policy` has loaded, by its flags
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
 
 
 def load_once(load):

@@ -423,7 +423,7 @@ def ranks(values: Tensor) -> Tensor:
 def test_oar_p_in_bf16_ranks_tokens_as_well_as_its_docstring_says(make_run):
     """Spearman's correlation with scores in fp32, in completions of the default task. Run it with
     -s for the figures; OAR_RANKS=128 makes those of the docstring."""
-    count = int(os.environ.get("OAR_RANKS", "32"))
+    count = int(os.environ.get("OAR_RANKS", "16"))
     run = make_run(
         grpo_oar, credit="oar_p", dtype="bfloat16", adapter=None, max_completion_length=80,
         num_generations=8, per_device_train_batch_size=count,
