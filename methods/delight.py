@@ -6,8 +6,8 @@ The product A_i * s_t is called delight. A surprising token of a right completio
 of its credit, one of a wrong completion loses nearly all of its blame, and a token that was certain
 keeps half of either. The source is "Delightful Policy Gradient" (arXiv 2603.14608); the paper that
 follows it, "Does This Gradient Spark Joy?" (2603.20526), leaves samples of little delight out of
-the backward pass, which is not done here. No code of their author was found. That A_i is GRPO's, with
-the group's deviation below it, is ours. Formula and eta are as in a re-implementation,
+the backward pass, which is not done here. No code of their author was found. That A_i is GRPO's,
+with the group's deviation below it, is ours. Formula and eta are as in a re-implementation,
 github.com/teilomillet/retrain, which can also divide s_t by its deviation in a completion: on a
 language model that is nearly certain, most gates would otherwise be half open. pi is the policy
 that sampled; the paper's is the present one, which is the same for a rollout's first update.
