@@ -5,6 +5,7 @@
     python tools/bench.py grpo_arca.py --trl                # TRL's GRPOTrainer beside it
     git worktree add ../before 5891383 && python tools/bench.py grpo_arca.py --against ../before
     python tools/bench.py grpo_arca.py --trl --shape 1.7B -- --max_completion_length 256
+    python tools/bench.py --kernels --shape 1.7B -- --credit uniform   # what a step executes
 
 A method is a script and its flags, in quotes. The flags after `--` go to all methods. A repeat is a
 short run of each method. Every second repeat goes through them backwards, so that a machine that
@@ -19,6 +20,10 @@ the time in `generate` alone, and the rest of its step counts as update.
 --shape takes random weights in a published shape of Qwen3. They neither stop nor answer, so
 completions have the greatest length and are paid for different characters. OAR works on answers, so
 measure it on a real model. On a CPU a run has one thread, unless OMP_NUM_THREADS says otherwise.
+
+--kernels measures no steps. It prints what grpo_arca.py executes, how often and for how long: in a
+rollout of one segment, in which a GPU reads the prompts and replays one step of decoding, and in an
+update on one micro-batch.
 """
 
 import argparse
@@ -31,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,9 +157,8 @@ def run_trl(argv: list[str]) -> None:
 
     args = grpo_arca.parse_args(argv)
     run = grpo_arca.Run(args)
-    count = len(run.train_set)
     prompts = range(args.max_steps * run.rollout_size // args.num_generations)
-    problems = [run.train_set[problem_at(i, count, str(args.seed))] for i in prompts]
+    problems = [run.train_set[problem_at(i, len(run.train_set), str(args.seed))] for i in prompts]
     messages = [whole_prompt(problem.prompt, args.system_prompt) for problem in problems]
     steps = Steps(Path(args.output_dir, "metrics.jsonl"))
     generate = run.model.generate
@@ -204,6 +209,38 @@ def run_trl(argv: list[str]) -> None:
     ).train()
 
 
+# ---- Kernels -------------------------------------------------------------------------------------
+def print_kernels(argv: list[str]) -> None:
+    """Prints what a rollout of one segment executes, and an update on one micro-batch."""
+    import grpo_arca
+
+    os.environ["TEARDOWN_CUPTI"] = "0"  # or a second profile may crash where a graph is recorded
+    args = grpo_arca.parse_args(argv)
+    run = grpo_arca.Run(args)
+    batch = grpo_arca.collect(run, {})
+    micros = grpo_arca.micro_batches(run, batch)[0][:1]
+    grpo_arca.score(run, batch, micros, {})
+    args.max_completion_length = grpo_arca.SEGMENT
+    print_profile(f"A rollout of {args.max_completion_length} tokens", grpo_arca.collect, run, {})
+    print_profile("An update on one micro-batch", grpo_arca.update, run, micros)
+
+
+def print_profile(title: str, part: Callable, *inputs: Any) -> None:
+    """Prints what a part of a step executes, the longest in all first."""
+    part(*inputs)  # warms up
+    with torch.profiler.profile() as profiler:
+        part(*inputs)
+        clock()
+    events = profiler.key_averages()
+    on_gpu = [event for event in events if event.device_type.name == "CUDA"]
+    table = events.table(
+        sort_by="self_cuda_time_total" if on_gpu else "self_cpu_time_total",
+        row_limit=40,
+        max_name_column_width=80,
+    )
+    print(f"{title}: {sum(event.count for event in on_gpu)} kernels\n{table}")
+
+
 # ---- Runs ----------------------------------------------------------------------------------------
 def contenders_of(options: argparse.Namespace) -> list[Contender]:
     """Returns what is measured."""
@@ -236,9 +273,9 @@ def measure(contender: Contender, flags: list[str], warmup: int) -> dict[str, fl
         lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     updates = [row for row in rows if "seconds_update" in row][warmup:]
-    figures = {}
-    for phase in PHASES:
-        figures[phase] = statistics.mean(row[f"seconds_{phase}"] for row in updates)
+    figures = {
+        phase: statistics.mean(row[f"seconds_{phase}"] for row in updates) for phase in PHASES
+    }
     figures["step"] = sum(figures.values())
     tokens = statistics.mean(row["rollout_tokens"] for row in updates)
     figures["tokens/s"] = tokens / figures["rollout"]
@@ -302,6 +339,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("methods", nargs="*", default=METHODS, help='"script.py --flag value"')
     add("--trl", action="store_true", help="TRL's GRPOTrainer beside them")
+    add("--kernels", action="store_true", help="print what a step executes")
     add("--against", type=Path, help="folder of another checkout, beside this one")
     add("--shape", choices=SHAPES, help="random weights; default: the embedded policy")
     add("--repeats", type=int, default=5, help="runs of each")
@@ -318,6 +356,9 @@ def main() -> None:
         folder = str(make_checkpoint(options.shape))
         flags += ["--model_name_or_path", folder, "--reward_funcs", "bench.variety"]
     flags += own_flags
+    if options.kernels:
+        print_kernels(flags)
+        return
     contenders = contenders_of(options)
     found = measure_all(contenders, flags, options)
     print(table(contenders, found))

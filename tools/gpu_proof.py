@@ -5,16 +5,17 @@
     python tools/gpu_proof.py --repeats 1      # sooner, and without a spread
     python tools/gpu_proof.py --small          # tries the command on a CPU, on a small scale
 
-It calls the other tools. Its parts are the tests that need a GPU (tests), the default run
-(default), SmolLM2 (smollm2), steps of Qwen3-1.7B's shape under GRPO, ARCA and TRL (bench), such
-steps with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the worth of two methods
+It calls the other tools. Its parts are the tests that need a GPU (tests), where the time of a step
+of Qwen3-1.7B's shape goes, and what other sizes of rollouts and micro-batches cost (profile), the
+default run (default), SmolLM2 (smollm2), steps of that shape under GRPO, ARCA and TRL (bench), the
+same with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the worth of two methods
 (worth).
 
 Each part is a process with a time limit. If one fails or takes too long, the others still run, and
 the next call repeats it. <folder>/<part>/output.txt has all that it printed. After each part,
 results/data/gpu_proof/gpu.json and results/gpu.md are rewritten. They say what was measured, the
-goal, whether it holds, and the card and versions. With --small, both files are in <folder>, and no
-goal is said to hold.
+goal, whether it holds, the card, the versions, and the profile. With --small, both files are in
+<folder>, and no goal is said to hold.
 """
 
 import argparse
@@ -39,6 +40,19 @@ from common.metrics import environment
 
 GRPO = "grpo_arca.py --credit uniform"
 NO_GPU = "no GPU"
+SIZES = [  # micro-batches and their number, and whether backward passes recompute
+    f"{GRPO} --per_device_train_batch_size {size} --gradient_accumulation_steps {count} "
+    f"--gradient_checkpointing {recomputes}"
+    for size, count, recomputes in (
+        (8, 4, True),
+        (8, 8, True),
+        (16, 2, True),
+        (32, 1, True),
+        (8, 4, False),
+        (16, 2, False),
+        (32, 1, False),
+    )
+]
 ANY = (0.0, math.inf)  # no goal: the figure is only reported
 
 
@@ -61,6 +75,16 @@ def bench(methods: str, shape: str, flags: str = "") -> str:
 
 PARTS = [
     Part("tests", 300, "pytest -q tests/trainer/test_gpu.py", {}),
+    Part(
+        "profile",
+        560,
+        "python tools/bench.py --kernels {middle} -- --credit uniform {batch} "
+        "--gradient_accumulation_steps 8 > {out}/kernels.txt && "
+        "python tools/bench.py '" + "' '".join(SIZES) + "' --repeats 1 --updates 2 "
+        "{middle} --output {out}/bench.json -- {batch}",
+        {f"{size}: {figure}": ANY for size in SIZES for figure in ("update", "peak GiB")}
+        | {f"{SIZES[0]}: tokens/s": ANY, f"{SIZES[1]}: tokens/s": (10_000, math.inf)},
+    ),
     Part(
         "default",
         200,
@@ -152,7 +176,7 @@ def bench_figures(path: Path) -> dict[str, float]:
     found = {"repeats": float(len(first))}
     for name, own in repeats.items():
         found[f"{name}: peak GiB"] = max(row["peak GiB"] for row in own)
-        for figure in ("tokens/s", "step"):
+        for figure in ("tokens/s", "step", "update"):
             ratios = [row[figure] / other[figure] for row, other in zip(own, first, strict=True)]
             found[f"{name}: {figure} over the first's"] = statistics.median(ratios)
             found[f"{name}: {figure}"] = statistics.median(row[figure] for row in own)
@@ -224,11 +248,16 @@ def write_report(folder: Path, results: Path) -> str:
     """Writes gpu.json and gpu.md, and returns the latter."""
     states = {part.name: state_of(folder / part.name) for part in PARTS}
     missing = [name for name, state in states.items() if not state]
-    lines = ["# Measured on a GPU", "", f"Not measured yet: {', '.join(missing) or 'nothing'}.", ""]
-    lines += ["| part | figure | measured | goal | |", "|---|---|---|---|---|"]
+    lines = [
+        f"# Measured on a GPU\n\nNot measured yet: {', '.join(missing) or 'nothing'}.\n",
+        "| part | figure | measured | goal | |",
+        "|---|---|---|---|---|",
+    ]
     for part in PARTS:
         if part.name not in missing:
             lines += rows_of(part, folder / part.name)
+    for table in folder.glob("*/kernels.txt"):
+        lines += ["", "```", table.read_text().strip(), "```"]
     page = "\n".join([*lines, "", "Written by `python tools/gpu_proof.py`, which explains it.", ""])
     data = results / "data/gpu_proof"
     data.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import bench
 import pytest
-from support import TINY_RUN, command_line
+from support import ROOT, TINY_RUN, command_line
 
 # Stands in for a script: a run whose warm-up is slow, in a checkout that has its own speed.
 SCRIPT = """
@@ -60,6 +60,16 @@ def test_another_checkout_runs_in_turn_and_ratios_are_to_it(checkouts, monkeypat
     assert [row[4] for row in rows] == ["20.00", "40.00"] * 2
     assert " --max_steps 4 --seed=2 --output_dir " in (there / "calls.txt").read_text()
     assert len(json.loads((here / "f.json").read_text())["repeats"][names[0]]) == 2
+
+
+def test_a_profile_is_of_one_segment_that_reads_the_prompts_and_each_token(tmp_path, capsys):
+    """And of nothing that came before. Each pass through the policy has an attention a layer."""
+    bench.print_kernels(command_line(TINY_RUN | {"output_dir": tmp_path / "run"}))
+    rollout, update = capsys.readouterr().out.split("An update on one micro-batch: 0 kernels")
+    (calls,) = re.findall(r"_attention_for_cpu .* (\d+) *\n", rollout)
+    layers = json.loads((ROOT / "common/tiny_policy/config.json").read_text())["num_hidden_layers"]
+    assert int(calls) == (1 + 16) * layers
+    assert "Backward" in update
 
 
 @pytest.mark.slow

@@ -23,14 +23,14 @@ def test_figures_are_those_of_the_runs_bench_and_worth_of_a_part(tmp_path):
     speeds = {"x": [1.0, 4.0, 10.0], "y": [2.0, 12.0, 10.0]}
     repeats = {}
     for name, values in speeds.items():
-        repeats[name] = [{"step": v, "tokens/s": v, "peak GiB": v} for v in values]
+        repeats[name] = [{"step": v, "update": v, "tokens/s": v, "peak GiB": v} for v in values]
     (tmp_path / "bench.json").write_text(json.dumps({"repeats": repeats}))
     (tmp_path / "worth.csv").write_text("method,worth_low,verdict\nhalf,0.25,control: holds\n")
     found = gpu_proof.figures_of(tmp_path)
     expected = {
         "greedy_accuracy": 0.75, "sampling_gap": 0.09, "seconds of a step": 3.0,
         "x: step": 4.0, "y: step": 10.0, "y: step over the first's": 2.0, "y: peak GiB": 12.0,
-        "half: worth_low": 0.25, "repeats": 3.0,
+        "y: update": 10.0, "half: worth_low": 0.25, "repeats": 3.0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
 
@@ -61,7 +61,12 @@ def test_the_first_part_names_tests_that_are_run_by_default():
 
 def test_parts_are_done_once_and_their_end_is_in_the_table(tmp_path, monkeypatch, capsys):
     parts = [
-        Part("good", 20, "echo {repeats} >> {out}/../count.txt; echo {run}", {}),
+        Part(
+            "good",
+            20,
+            "echo {repeats} >> {out}/../count.txt; echo 42 {run} > {out}/kernels.txt",
+            {},
+        ),
         Part("bad", 20, "exit 3", {"figure": (0.0, 1.0)}),
         Part("long", 1, "sleep 30 & sleep 30", {}),
     ]
@@ -80,6 +85,7 @@ def test_parts_are_done_once_and_their_end_is_in_the_table(tmp_path, monkeypatch
     page = start()
     assert page[:3] == ["good: up to 20 s", "bad: up to 20 s", "long: up to 1 s"]
     assert (folder / "gpu.md").read_text() == "\n".join(page[3:])
+    assert page[page.index("```") :][1].startswith("42 --per_device")
     ends = [line.split("|")[-2].strip() for line in page if line.startswith("|")]
     assert ends == ["", "---", "done", "failed with 3", "", "took more than 1 s"]
     assert start()[:2] == ["bad: up to 20 s", "long: up to 1 s"]
