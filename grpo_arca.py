@@ -390,7 +390,7 @@ class Run:
         }
 
         # The progress.
-        self.config = asdict(args) | code_digests(args.reward_funcs)
+        self.config = asdict(args) | code_digests(self.reward_funcs)
         self.config["adapter_size"] = describe_adapter(self.model)
         self.run_id = uuid.uuid4().hex[:8]  # by which a tracker knows it again
         self.identity = identity_of(self)
@@ -545,9 +545,7 @@ def train(run: Run) -> None:
         if run.is_interrupted:
             raise KeyboardInterrupt
         run.is_updating = True  # a signal now waits for the end of the updates
-        # A resumed run may already have made the first updates on this rollout.
-        remaining = (updates * args.num_iterations)[run.step % run.updates_per_rollout :]
-        for micros in remaining[: args.max_steps - run.step]:
+        for micros in (updates * args.num_iterations)[: args.max_steps - run.step]:
             with timed(metrics, "seconds_update"):
                 metrics |= update(run, micros)
             run.step += 1
@@ -1392,9 +1390,13 @@ def resume(run: Run) -> None:
     existing = checkpoints(args.output_dir)
     newest = int(existing[-1].name.removeprefix("checkpoint-")) if existing else -1
     # Two runs must not share a folder, and a finished run must not be trained again in part.
-    has_begun = existing != [] or Path(args.output_dir, "metrics.jsonl").exists()
+    names = ("metrics.jsonl", "adapter")
+    has_begun = existing != [] or any(Path(args.output_dir, name).exists() for name in names)
     summary = Path(args.output_dir, "summary.json")
-    has_ended = summary.exists() and newest < json.loads(summary.read_text())["steps"]
+    # A full disk may have left an empty summary.
+    has_ended = (
+        summary.exists() and newest < json.loads(summary.read_text() or '{"steps": -1}')["steps"]
+    )
     if has_ended or (has_begun and args.resume_from_checkpoint is None):
         fail(
             f"{args.output_dir} holds a run: change --output_dir, or go on from its newest "
@@ -1410,11 +1412,12 @@ def resume(run: Run) -> None:
         state["identity"] != run.identity
         or state["adapter"].keys() != run.adapter.keys()
         or state["step"] > args.max_steps
+        or (state["step"] % run.updates_per_rollout > 0 and state["step"] < args.max_steps)
     ):
         fail(
             f"{existing[-1]} has another model, start adapter, --dtype, --load_in_4bit, scale or "
             "layers of the adapter, size of rollouts or groups, or problems, or is past "
-            "--max_steps: change --output_dir"
+            "--max_steps, or between two updates on a rollout: change --output_dir"
         )
     run.accelerator.print(
         f"step {state['step']}, going on with these flags changed:",
@@ -1484,10 +1487,12 @@ def run_to_the_end(args: Args) -> None:
             except OSError:  # a file system without locks
                 pass
         resume(run)
-        if len(set(gather_object([(run.identity, run.step)]))) > 1:
+        # Folders may have other names on other machines.
+        flags = str(run.config | {"output_dir": "", "model_name_or_path": ""})
+        if len(set(gather_object([(run.identity, run.step, flags)]))) > 1:
             fail(
-                "processes have different weights or problems, or resume at different steps: put "
-                "--output_dir where all can read it"
+                "processes have different weights, problems, flags or reward functions, or resume "
+                "at different steps: put --output_dir where all can read it"
             )
         run.log = RunLog(run.accelerator, run.config, run.run_id, run.step)
 

@@ -192,10 +192,15 @@ UNITS = """
 SCALES = {
     "percent": Fraction(1, 100), "dozen": Fraction(12), "hundred": Fraction(100),
     "thousand": Fraction(1000), "million": Fraction(10**6), "billion": Fraction(10**9),
-    "half": Fraction(1, 2), "tenth": Fraction(1, 10), "hundredth": Fraction(1, 100),
+    "trillion": Fraction(10**12), "half": Fraction(1, 2), "third": Fraction(1, 3),
+    "quarter": Fraction(1, 4), "fourth": Fraction(1, 4), "tenth": Fraction(1, 10),
+    "hundredth": Fraction(1, 100), "pair": Fraction(2),
 }  # fmt: skip
 LINKING_WORDS = ("a", "an", "the", "of", "per", "each", "in")
-NO_NOUNS = {"squared", "cubed", "factorial", "not", "no"}  # these change the value before them
+NO_NOUNS = {  # stems of words that change the value before them
+    "squared", "cubed", "factorial", "not", "no", "doubled", "tripled", "twic", "plu", "minu",
+    "negativ", "below",
+}  # fmt: skip
 # A word, written as ~, that stands before a value: half of 8, or 8 minus x; but not 8 cm + x.
 BEFORE = re.compile(r"(?:^|[-+*/^(\[{<>=,;])[ ~]*~ *[^ =,;~)]|~ *[^-+*/^<>=,;~)\]}. ]")
 TEXT = re.compile(r"\\(?:text|mbox|math|operatorname)[a-z]* ?\{([^{}]*)\}")
@@ -273,9 +278,11 @@ EQUALS = re.compile(r"(?<![<>!])=(?![^{}]*\}\s*\^)")  # not that of \sum_{n=1}^5
 OPERATION = re.compile(r"(?<=.)[-+*/^<>]|\\(?:frac|sqrt|binom|log|ln|sin|cos|tan)")
 INEQUALITY = re.compile(r"[<>]|\\[lgn]eq?(?![a-z])")
 # A choice: C, (C), \text{(C)}, or with its value \text{(C) } 20, C) 20, C: 20; but no second one.
+GAP = r"(?:\W|\\(?:text|math)[a-z]*)*"
 CHOICE = re.compile(
     r"(?:\\(?:text|math)[a-z]* ?\{)? ?"
-    r"(?![^A-Z]*[A-Z].*[^\w(]\(?[A-Z](?:[).:]| ?\}?$))"
+    rf"(?![^A-Z]*[A-Z](?:{GAP}|.*(?:[,;/|\[(]|\b(?:or|and)\b){GAP}|.*\d *(?=[A-E]\b))[A-HJ-Z]\b)"
+    r"(?![^A-Z]*[A-Z].*\b[A-Z][).:])"
     r"(?:\(([A-Z])\).*|([A-Z]) ?(?:\}?|[:).](?: .*)?))"
 )
 COMMA = re.compile(r"[,;](?![^(\[]*[)\]]|(?:(?!\\\{).)*\\\})")  # but not that of (1, 2), \{1, 2\}
@@ -307,11 +314,14 @@ def parts_of(text: str) -> list[str]:
 
 
 def sides_of(part: str, problem: str) -> list[str]:
-    """Returns the sides of an equation that must equal the answer: the 12 of x = 3 * 4 = 12."""
+    """Returns the sides of an equation that must equal the answer: the 12 of x = 3 * 4 = 12.
+
+    Of x = 9 = 8 both numbers must.
+    """
     sides = [side.strip() for side in EQUALS.split(part)]
     are_names = [NAME.fullmatch(ARGUMENT.sub("", side)) is not None for side in sides]
     if len(sides) > 1 and (are_names[0] or compact(sides[0]) in compact(problem)):
-        return sides[-1:]
+        return [side for side in sides[1:-1] if number(side) is not None] + sides[-1:]
     return sides[:-1] if sides[1:] and sides[-1] and are_names[-1] else sides
 
 

@@ -202,7 +202,7 @@ NO_ANSWER = re.compile(
     r"|(?<!\\)\b(?:is|are|was|were|equals)\b.*[0-9]"
     r"|(?:[A-Za-z]+[ ,]+){5}"
     r"|^(?!.*\\begin\{).*\n"
-    r"|^\s*(?:None|NA|-?(?i:nan|inf)|#?(?i:n/a|null|<na>))\s*$",
+    r"|^\s*(?:None|NA|NaT|[+-]?(?i:nan|inf|infinity)|#?(?i:n/a|null|<na>)|#[A-Z/0]+[!?])\s*$",
     re.DOTALL,
 )
 
@@ -395,20 +395,18 @@ def closing_token(
 
     A base model may have learned to write this token, although its files name another end token.
     """
-    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "1029384756"}]
+    question = {"role": "user", "content": "Hello"}
+    turns = [question, {"role": "assistant", "content": "1029384756"}, question]
     try:
         text = render(tokenizer, turns, template_kwargs, is_open=False)
     except Exception:  # some templates refuse an answer
         return None
-    rest = text.partition("1029384756")[2].lstrip()
-    return next(
-        (
-            number
-            for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special and rest.startswith(token.content)
-        ),
-        None,
-    )
+    lengths = {
+        len(token.content): number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special and text.partition("1029384756")[2].lstrip().startswith(token.content)
+    }
+    return lengths[max(lengths)] if lengths else None
 
 
 def encode_problems(
@@ -456,7 +454,12 @@ def encode_problems(
                     f"other problems, or with other answers: {text_of(problem)[:80]!r} with "
                     f"{other.answer!r} and {problem.answer!r}"
                 )
-        encoded.append(problem._replace(prompt_ids=ids))
+        encoded.append(
+            problem._replace(
+                prompt_ids=ids,
+                open_thought="<think>" if text.rstrip().endswith("<think>") else "",
+            )
+        )
     held_out = encoded[len(train) :]
     seen = {text_of(problem) for problem in held_out}
     train = [problem for problem in encoded[: len(train)] if text_of(problem) not in seen]

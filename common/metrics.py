@@ -285,8 +285,8 @@ class RunLog:
 
     def has_diverged(self) -> bool:
         """Returns whether the last ten updates were all skipped."""
-        updates = [row["skipped_update"] for row in self.rows if "skipped_update" in row]
-        return updates[-10:] == [1.0] * 10
+        skipped = [row["skipped_update"] for row in self.rows if "skipped_update" in row]
+        return skipped[-10:] == [1.0] * 10
 
     def choose_best(self) -> None:
         """Sets `metric`, and `best_step` to the first evaluation where the metric is highest.
@@ -295,8 +295,9 @@ class RunLog:
         """
         evaluations = {row["step"]: row["eval"] for row in self.rows if row.get("eval")}
         names = next(reversed(evaluations.values()))
-        default = "sampled_accuracy" if "sampled_accuracy" in names else next(iter(names))
-        self.metric = self.config["metric_for_best_model"] or default
+        self.metric = self.config["metric_for_best_model"] or (
+            "sampled_accuracy" if "sampled_accuracy" in names else next(iter(names))
+        )
         figures = {
             step: row[self.metric] for step, row in evaluations.items() if self.metric in row
         }
@@ -307,10 +308,6 @@ class RunLog:
 
 def environment() -> dict[str, Any]:
     """Returns what the figures of a run depend on besides its flags."""
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
-    }
     # The whole hash, with "-dirty" if files differ from it; "" without git or a checkout.
     git = subprocess.run(
         [
@@ -326,7 +323,11 @@ def environment() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""  # Linux
     return {
         "commit": git.stdout.strip() or None,
-        "versions": versions | {"python": sys.version.split()[0]},
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+        }
+        | {"python": sys.version.split()[0]},
         "hardware": {
             "cpu": cpuinfo.partition("model name\t: ")[2].split("\n")[0],
             "cores": len(os.sched_getaffinity(0)) if cpuinfo else os.cpu_count(),

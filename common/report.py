@@ -90,12 +90,15 @@ def adapter_flags(folder: str | None) -> dict[str, Any]:
     if folder is None:
         return {}
     config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
-    targets = config["target_modules"]  # names, or a pattern
     return {
         "lora_r": config["r"],
         "lora_alpha": config["lora_alpha"],
         "lora_dropout": config["lora_dropout"],
-        "lora_target_modules": sorted(targets) if isinstance(targets, list) else targets,
+        "lora_target_modules": (  # names, or a pattern
+            sorted(config["target_modules"])
+            if isinstance(config["target_modules"], list)
+            else config["target_modules"]
+        ),
     }
 
 

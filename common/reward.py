@@ -51,7 +51,9 @@ class Grader:
             question = problem.prompt
             if not isinstance(question, str):
                 question = "\n".join(message["content"] for message in question)
-            settled = settle(last_boxed(completion) or "", problem.answer, question)
+            settled = settle(
+                last_boxed(problem.open_thought + completion) or "", problem.answer, question
+            )
             if isinstance(settled, list):
                 self.timeouts += self.timeouts >= limit  # then it gets 0 without a verdict, too
                 settled = self.timeouts < limit and all(self._is_equal(*pair) for pair in settled)
@@ -126,14 +128,16 @@ def load_reward_funcs(
     return functions, torch.tensor(weights, dtype=torch.float64)
 
 
-def code_digests(paths: list[str]) -> dict[str, str]:
-    """Returns a digest of the file that each of these reward functions has been loaded from."""
-    modules = {path: sys.modules.get(path.rpartition(".")[0]) for path in paths}
-    files = {path: getattr(module, "__file__", None) for path, module in modules.items()}
+def code_digests(functions: dict[str, Callable | None]) -> dict[str, str]:
+    """Returns a digest of the file that defines each reward function, by the function's name."""
+    modules = {
+        name: sys.modules.get(inspect.unwrap(f).__module__) for name, f in functions.items() if f
+    }
+    files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
     return {
-        f"code of {path}": hashlib.blake2b(Path(file).read_bytes(), digest_size=4).hexdigest()
-        for path, file in files.items()
-        if file is not None  # accuracy_reward has none
+        f"code of {name}": hashlib.blake2b(Path(file).read_bytes(), digest_size=4).hexdigest()
+        for name, file in files.items()
+        if file is not None
     }
 
 
@@ -185,8 +189,8 @@ def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def rows_without_signal(advantages: torch.Tensor) -> torch.Tensor:
     """Returns the numbers of the completions whose group has equal advantages [prompts, G]."""
-    is_flat = (advantages == advantages[:, :1]).all(1)  # [prompts]
-    return is_flat.repeat_interleave(advantages.shape[1]).nonzero().squeeze(1)
+    is_flat = (advantages == advantages[:, :1]).all(1, keepdim=True)  # [prompts, 1]
+    return is_flat.expand_as(advantages).flatten().nonzero().squeeze(1)
 
 
 def log_means(logged: dict[str, list[float]]) -> dict[str, float]:

@@ -697,7 +697,7 @@ CLOSINGS = [  # what a template writes after an answer, and the token that close
     (" \n<|end|> <|im_end|>", "<|end|>"),
     ("<plain><|im_end|>", None),
     ("</s>", None),
-    ("", None),
+    ("", "<|im_start|>"),  # a turn that nothing closes ends where the next one begins
 ]
 
 

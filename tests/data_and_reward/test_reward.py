@@ -105,6 +105,8 @@ RIGHT = [
     (r"12\text{ apples}", "12", "Ann has 5 apples and buys 7 more."),
     (r"\textbf{even}", r"\text{even}"), ("Even", r"\text{even}"), ("Evelyn", r"\text{Evelyn}"),
     # one character where there are many, and Markdown
+    (r"\text{(B)}\ 20^\circ C", "B"), (r"(B) \angle A", "B"), ("(C) 5 V", "C"),
+    (r"(C) \text{ Plan } B", "C"), ("x = 3 \\cdot 4 = 12", "12"), (r"A = \pi r^2 = 9\pi", r"9\pi"),
     ("E: text", "E"), ("E) text", "E"), (r"\textbf{(E)}", "E"), (r"\text{(C) } 20", "C"),
     ("**E**", "(E)"), ("pi/2", r"\frac{\pi}{2}"), ("exp(16)", "e^{16}"), ("2sqrt(3)", r"\sqrt{12}"),
     ("**73**", "73"), ("`73`", "73"), ("７３", "73"), ("٧٣", "73"), ("७३", "73"), ("73。", "73"),
@@ -166,6 +168,8 @@ WRONG = [
     (r"8\text{ squared}", "8", "What squared is 64?"), (r"8\%", "8", "What is 8% of 100?"),
     (r"x\text{ minus }y", "xy", "What is x minus y?"), ("(2, twice 3)", "(2, 3)", "Twice?"),
     # several choices, and a letter's two values
+    ("(C) 20, D 30", "C"), ("(C)3(D)4", "C"), ("(C) or D?", "C"), ("(C) D = 4", "C"),
+    (r"(C) 3 \text{ (or } D 4)", "C"), ("x = 9 = 8", "8"), ("f(2) = 3 = 4", "4"),
     ("C) 3, D) 4", "C"), ("C. D.", "C"), ("C: 3 D: 4", "C"), ("(C) 3, (D) 4", "C"),
     (r"\textbf{(C)} 3, \textbf{(D)} 4", "C"), ("x=-2, x=2", "(-2,2)"), ("12", "12_5, 13_5"),
     ("12_7, 13_7", "12_5, 13_5"), ("(C)/(D)", "C"), ("(C) 3 D", "C"),

@@ -116,6 +116,12 @@ def test_processes_with_other_problems_or_weights_do_not_train_together(run_main
     assert "processes have different weights or problems" in said
 
 
+def test_an_adapter_that_is_left_of_a_run_is_not_replaced(run_main, tmp_path):
+    (tmp_path / "out/adapter").mkdir(parents=True)
+    code, _, said = run_main(max_steps=0)
+    assert code == 1 and "out holds a run" in said
+
+
 def test_an_error_between_two_updates_of_a_rollout_leaves_what_can_be_followed(
     run_main, tmp_path, monkeypatch
 ):
@@ -167,7 +173,7 @@ def test_a_reward_module_that_has_changed_is_said(run_main, tmp_path, monkeypatc
     assert "code of" not in run_main(max_steps=2, **flags, **GO_ON)[1]
     (tmp_path / "variety.py").write_text(VARIETY + "\n")
     said = run_main(max_steps=3, **flags, **GO_ON)[1]
-    assert "going on with these flags changed" in said and "'code of variety.pay': '" in said
+    assert "going on with these flags changed" in said and "'code of pay': '" in said
 
 
 # ---- Numbers -------------------------------------------------------------------------------------
