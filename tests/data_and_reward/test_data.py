@@ -691,6 +691,14 @@ def test_a_template_may_write_contents_in_its_own_way(tokenizer, template, messa
     encode_problems(tokenizer, [Problem(messages, "2")], [], None, {}, 999, 999)
 
 
+def test_a_thought_that_the_prompt_opens_holds_no_answer_until_it_ends(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+    problems = [Problem("What is 3 + 4?", "7"), Problem("What is 3 + 5?", "8")]
+    (problem,), _ = encode_problems(tokenizer, problems[:1], problems[1:], None, {}, 999, 999)
+    texts = [r"maybe \boxed{7}? let me check", r"maybe \boxed{8}</think> \boxed{7}"]
+    assert GRADER.grade(texts, [problem] * 2) == [0.0, 1.0]
+
+
 CLOSINGS = [  # what a template writes after an answer, and the token that closes it
     ("<|im_end|>", "<|im_end|>"),
     ("<|im_end|>\n", "<|im_end|>"),

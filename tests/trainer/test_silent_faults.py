@@ -104,16 +104,23 @@ def test_a_checkpoint_that_lacks_weights_is_refused(make_run, tmp_path):
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
-def test_processes_with_other_problems_or_weights_do_not_train_together(run_main, monkeypatch):
-    """The other process finds the same step here, but not the same data."""
+@pytest.mark.parametrize("place", [0, 2])
+def test_processes_with_other_problems_weights_or_flags_do_not_train_together(
+    run_main, monkeypatch, place
+):
+    """The other process finds the same step here, but not the same data, or not the same flags."""
 
     def gather(own):
-        return [own[0], ("another", *own[0][1:])] if isinstance(own[0], tuple) else own * 2
+        if not isinstance(own[0], tuple):
+            return own * 2
+        other = list(own[0])
+        other[place] = "another"
+        return [own[0], tuple(other)]
 
     monkeypatch.setattr(grpo_arca, "gather_object", gather)
     code, _, said = run_main(max_steps=0)
     assert code == 1
-    assert "processes have different weights or problems" in said
+    assert "processes have different weights, problems, flags or reward functions" in said
 
 
 def test_an_adapter_that_is_left_of_a_run_is_not_replaced(run_main, tmp_path):
