@@ -83,7 +83,8 @@ def test_a_launch_trains(command, run_main, rows_of, tmp_path, monkeypatch):
     chains = few_chains(20, False)
     rows = [{"problem": p.prompt, "solution": p.answer, "answer": p.answer} for p in chains]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(conftest, "command_line", lambda _: [*command[1:], *SMALL])
+    flags = [word for word in command[1:] if word not in ("--dataset_config", "main")]  # a file
+    monkeypatch.setattr(conftest, "command_line", lambda _: [*flags, *SMALL])
     monkeypatch.setattr(conftest, "grpo_arca", script_of(command))
     assert run_main()[0] == 0
     assert len(rows_of()) == 1
