@@ -1,6 +1,7 @@
 """ARCA and the signals beside it, against the paper's formulas written token by token."""
 
 import itertools
+from unittest import mock
 
 import grpo_on_one_page
 import pytest
@@ -85,16 +86,10 @@ def test_scores_of_a_rollout_do_not_depend_on_its_micro_batches(make_run):
 def test_arca_computes_the_head_of_the_base_alone_and_changes_no_gradient(make_run, monkeypatch):
     """The base's log-probs, which the metric `kl` needs, are all that it needs of the head."""
     run = make_run()
-    heads = []
-    inner = grpo_arca.head_logits
-
-    def head_logits(base, hidden):
-        heads.append(len(hidden))
-        return inner(base, hidden)
-
-    monkeypatch.setattr(grpo_arca, "head_logits", head_logits)
+    heads = mock.Mock(wraps=grpo_arca.head_logits)
+    monkeypatch.setattr(grpo_arca, "head_logits", heads)
     batch = scored(run)
-    assert sum(heads) == batch.mask.numel()
+    assert sum(len(call.args[1]) for call in heads.call_args_list) == batch.mask.numel()
     with torch.no_grad(), run.model.disable_adapter():
         assert torch.equal(batch.reference_logp, run.policy(batch)[0])
     assert all(parameter.grad is None for parameter in run.model.parameters())

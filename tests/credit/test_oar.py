@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 
 import numpy
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -263,18 +264,24 @@ def test_scoring_has_no_dropout_and_touches_no_parameter(make_run, credit):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4 * results[0].max().item())
 
 
-@pytest.mark.parametrize("credit", ["oar_p", "oar_g", "uniform"])
-def test_only_rows_with_an_advantage_and_an_answer_are_asked(make_run, monkeypatch, credit):
-    """The second row is asked as if it was alone; plain GRPO asks for nothing."""
-    run = make_run(grpo_oar, credit=credit)
-    shapes = []
+@pytest.fixture
+def shapes(monkeypatch) -> list[tuple]:
+    """Of each call of `answer_logp` its rows, its tokens a row, and those in the cache before."""
+    found = []
     inner = grpo_oar.answer_logp
 
-    def watched(run, probes, rows, inputs, cache=None):
-        shapes.append(inputs.shape[:2])
+    def watched(run, probes, rows, inputs, cache):
+        found.append((*inputs.shape[:2], cache.get_seq_length()))
         return inner(run, probes, rows, inputs, cache)
 
     monkeypatch.setattr(grpo_oar, "answer_logp", watched)
+    return found
+
+
+@pytest.mark.parametrize("credit", ["oar_p", "oar_g", "uniform"])
+def test_only_rows_with_an_advantage_and_an_answer_are_asked(make_run, shapes, credit):
+    """The second row is asked as if it was alone; plain GRPO asks for nothing."""
+    run = make_run(grpo_oar, credit=credit)
     batch = make_batch([tokens(parts) for parts in COMPLETIONS[:4]], [encode(PROMPTS[1])] * 4)
     batch.advantages = torch.tensor([0.0, 1.0, 1.0, 0.0])
     metrics = score(run, batch)
@@ -282,26 +289,18 @@ def test_only_rows_with_an_advantage_and_an_answer_are_asked(make_run, monkeypat
     seen = [*shapes]
     shapes.clear()
     assert score(run, alone)["no_answer_share"] == 0 and seen == shapes
-    assert metrics["credit_forward_tokens"] == sum(map(math.prod, seen))
+    assert metrics["credit_forward_tokens"] == sum(rows * new for rows, new, _ in seen)
     assert metrics["no_answer_share"] == (0 if credit == "uniform" else 0.5)
     assert (seen == []) == (credit == "uniform")
 
 
-def test_oar_p_begins_at_the_replaced_token_and_keeps_its_budget(make_run, monkeypatch):
+def test_oar_p_begins_at_the_replaced_token_and_keeps_its_budget(make_run, shapes):
     """Every forward starts at most 3 tokens before the replaced ones; of 20 rows at a time."""
     reasoning = "We begin at 23. " * 8 + "\\boxed{"
     prompt = encode(PROMPTS[0])
     length = len(encode(reasoning))
     total = len(prompt) + length + len(encode(grpo_oar.Args().oar_conclude))
     run = make_run(grpo_oar, credit="oar_p", oar_max_tokens_per_micro_batch=20 * total)
-    shapes = []
-    inner = grpo_oar.answer_logp
-
-    def watched(run, probes, rows, inputs, cache=None):
-        shapes.append((*inputs.shape, cache.get_seq_length()))
-        return inner(run, probes, rows, inputs, cache)
-
-    monkeypatch.setattr(grpo_oar, "answer_logp", watched)
     batch = make_batch([tokens((reasoning, "23", "}."))], [prompt])
     metrics = score(run, batch)
     assert shapes[0] == (1, total, 0) and sum(rows for rows, _, _ in shapes[1:]) == length
@@ -412,13 +411,6 @@ def test_controls_keep_the_weights_and_lose_their_places(make_run):
             assert torch.equal(weights[other][row, length:], weights["oar_g"][row, length:])
 
 
-def ranks(values: Tensor) -> Tensor:
-    """Returns the ranks of numbers [N]; equal ones share the mean of theirs."""
-    smaller = values[:, None] > values
-    equal = values[:, None] == values
-    return smaller.sum(1) + (equal.sum(1) + 1) / 2
-
-
 @pytest.mark.slow
 def test_oar_p_in_bf16_ranks_tokens_as_well_as_its_docstring_says(make_run):
     """Spearman's correlation with scores in fp32, in completions of the default task. Run it with
@@ -440,9 +432,9 @@ def test_oar_p_in_bf16_ranks_tokens_as_well_as_its_docstring_says(make_run):
     for row in range(count):
         is_scored = batch.mask[row] & (in_fp32[row] >= 0)
         if is_scored.sum() >= 5:
-            pair = torch.stack([ranks(in_bf16[row, is_scored]), ranks(in_fp32[row, is_scored])])
-            found.append(pair.corrcoef()[0, 1])
-    correlations = torch.stack(found)
+            pair = torch.stack([in_bf16[row, is_scored], in_fp32[row, is_scored]], 1)
+            found.append(pandas.DataFrame(pair).corr("spearman").iloc[0, 1])
+    correlations = numpy.array(found)
     print(
         f"{len(found)} completions: mean {correlations.mean():.3f}, worst {correlations.min():.3f}"
     )

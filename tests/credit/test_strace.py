@@ -6,13 +6,11 @@ are free leaves: what is compared is the loss and its gradient with respect to e
 
 import functools
 import itertools
-import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from support import command_line, random_batch, trl_loss, unscored
 from torch import Tensor
 
@@ -204,27 +202,28 @@ def test_limits_of_the_family_are_exact(normalize):
 
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("level, low, high", [("sequence", 0.02, 0.03), ("token", 0.2, 0.3)])
-def test_gspo_and_grpo_equal_trl(level, low, high, loss_type, bias_correction):
-    """TRL's importance_sampling_level sequence and token, with its KL, whose default is True."""
+def test_gspo_equals_trl(loss_type, bias_correction):
+    """TRL's importance_sampling_level sequence, with its KL, whose default is True.
+
+    That GRPO equals TRL's level token is in tests/trainer/test_loss.py.
+    """
     args = flags(
-        credit="gspo" if level == "sequence" else "uniform",
+        credit="gspo",
         loss_type=loss_type,
         beta=0.04,
         use_bias_correction_kl=bias_correction,
-        epsilon=low,
-        epsilon_high=high,
+        epsilon=0.02,
+        epsilon_high=0.03,
     )
     batch = ragged(2)
     assign(args, batch)
     log_ratio = torch.where(batch.mask, ratios(batch, 0.3), 0.0)
     loss, gradient, clipped = loss_of(args, batch, log_ratio)
-    expected, expected_gradient, clip = trl_loss(args, batch, batch.old_logp + log_ratio, level)
+    logp = batch.old_logp + log_ratio
+    expected, expected_gradient, clip = trl_loss(args, batch, logp, level="sequence")
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
-    by_token = clipped.sum() / batch.mask.sum()
-    ours = clipped.any(1).float().mean() if level == "sequence" else by_token
-    assert 0 < ours.item() == pytest.approx(clip)
+    assert 0 < clipped.any(1).float().mean().item() == pytest.approx(clip)
 
 
 # ---- Masks, size and range -----------------------------------------------------------------------
@@ -232,8 +231,7 @@ def test_tokens_that_tie_at_the_cutoff_are_all_masked():
     five = torch.tensor([[0.5, 0.4, 0.3, 0.2, 0.1]])
     for kept, quantile in enumerate([1.0, 0.8, 0.6, 0.4, 0.2, 0.0]):  # (1 - 0.8) * 5 < 1 in floats
         assert (five > grpo_strace.entropy_cutoff(five, quantile)).sum() == kept
-    tied = torch.tensor([[1.0, 1.0, 1.0, 1.0]])
-    assert not (tied > grpo_strace.entropy_cutoff(tied, 0.5)).any()
+    assert grpo_strace.entropy_cutoff(torch.ones(1, 4), 0.5) == 1  # none of four is above it
 
 
 def test_what_lies_outside_the_completions_changes_nothing():
@@ -260,52 +258,22 @@ def test_a_trace_that_would_overflow_leaves_finite_gradients(sign):
     assert loss.isfinite() and gradient.isfinite().all() and clipped.any()
 
 
-# ---- Two processes -------------------------------------------------------------------------------
-def half_of_a_rollout(rank: int) -> grpo_strace.Batch:
-    """Returns a process's share, with its own number of tokens, padding and level of entropy."""
-    batch = ragged(rank, length=13 + 8 * rank)
-    batch.entropy += rank / 2
-    batch.scores = batch.entropy * batch.mask
-    return batch
+# ---- Several processes ---------------------------------------------------------------------------
+def test_the_batch_scope_of_s_trace_counts_the_tokens_of_other_processes():
+    """Of a rollout this process has rows 0 to 2. What it gathers of the other's is padded, too.
 
-
-def put_masks(rank: int, port: int, args: grpo_strace.Args, results) -> None:
-    """Is one of two gloo processes: puts the masks of its two micro-batches into a queue."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2)):
-            patch.setenv(name, str(value))
-        patch.setenv("MASTER_ADDR", "127.0.0.1")
-        patch.setenv("MASTER_PORT", str(port))
-        AcceleratorState._reset_state(reset_partial_state=True)  # the parent's, of one process
-        run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True))
-    batch = half_of_a_rollout(rank)
-    masks = grpo_strace.trace_masks(run, batch, parts(batch, 3))
-    results.put((rank, [row.tolist() for mask in masks for row in mask]))
-    torch.distributed.destroy_process_group()
-
-
-def test_the_batch_scope_of_s_trace_sees_the_tokens_of_every_process():
+    That two processes make the updates of one is in tests/trainer/test_processes.py.
+    """
+    whole = ragged(2)
+    own, other = parts(whole, 3)
+    others = torch.cat([other.entropy[other.mask], torch.full((40,), -torch.inf)])
     args = flags(trace_mask_scope="batch", trace_entropy_quantile=0.6)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("fork")  # spawned ones would import all again
-    results = context.Queue()
-    processes = [
-        context.Process(target=put_masks, args=(rank, port, args, results)) for rank in (0, 1)
-    ]
-    for process in processes:
-        process.start()
-    found = dict(results.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join(30)
-
-    halves = [half_of_a_rollout(rank) for rank in (0, 1)]
-    entropies = torch.cat([half.scores[half.mask] for half in halves]).tolist()
-    for rank, half in enumerate(halves):
-        for row, kept in enumerate(found[rank]):
-            own = half.scores[row][half.mask[row]].tolist()
-            above = [sum(other >= entropy for other in entropies) for entropy in own]
-            expected = [float(count <= 0.4 * len(entropies)) for count in above]
-            assert kept == expected + [0.0] * (len(kept) - len(own))
-    assert sum(map(sum, found[0])) < 0.4 * halves[0].mask.sum()  # alone it would keep more
+    accelerator = SimpleNamespace(
+        pad_across_processes=lambda tokens, pad_index: tokens,
+        gather=lambda tokens: torch.cat([tokens, others]),
+    )
+    run = SimpleNamespace(args=args, accelerator=accelerator)
+    (mask,) = grpo_strace.trace_masks(run, own, [own])
+    kept = naive_kept(args, whole)[:3]
+    assert [row[is_token].tolist() for row, is_token in zip(mask, own.mask, strict=True)] == kept
+    assert naive_kept(args, own) != kept  # alone it would keep others

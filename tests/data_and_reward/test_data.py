@@ -1,12 +1,9 @@
 """Data sets of every kind, the embedded task, the order of problems, and their prompts."""
 
-import hashlib
 import json
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from decimal import Decimal
 
@@ -14,10 +11,11 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from support import ROOT, TINY, TINY_RUN
+from support import TINY
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import grpo_arca
 from common import data
 from common.data import encode_problems, encode_prompt, load_problems, parse_rows, read_splits
 from common.reward import GRADER
@@ -85,10 +83,8 @@ def test_a_data_set_with_splits_and_one_with_a_train_split_alone(offline_sets):
     train, held_out = load(folder)
     assert plain(train) == plain(parse_rows(ROWS[:30], "x", None, None, True))
     assert plain(held_out) == plain(parse_rows(ROWS[25:], "x", None, None, True))
-    assert load_problems(str(folder), None, "test", "train", None, (None, None, True), 99, 1) == (
-        parse_rows(ROWS[25:], "x", None, None, True),
-        load_problems(str(folder), None, "test", "train", None, (None, None, True), 99, 1)[1],
-    )
+    swapped = load_problems(str(folder), None, "test", "train", None, (None, None, True), 99, 1)
+    assert [plain(part) for part in swapped] == [plain(held_out), plain(train)]
 
 
 def test_flags_of_splits_that_are_not_there_are_refused(tmp_path, offline_sets):
@@ -397,31 +393,25 @@ def test_every_epoch_has_every_problem_once_in_its_own_order():
 def test_the_order_has_no_state():
     """A resumed run, or another process, finds the same problem at a position."""
     straight = [data.problem_at(place, 23, "5") for place in range(200)]
-    state = random.getstate()
     data.epoch_order.cache_clear()
     for place in random.Random(0).sample(range(200), 200):
         assert data.problem_at(place, 23, "5") == straight[place]
-    assert random.getstate() == state
 
 
 def test_a_run_that_does_not_shuffle_takes_the_rows_of_its_columns_in_their_order(
-    run_main, tmp_path
+    make_run, tmp_path
 ):
     rows = [{"q": r["problem"], "a": "1", "problem": "no", "answer": "no"} for r in ROWS[:30]]
     name = write(tmp_path / "set.jsonl", rows)
-    (tmp_path / "order_of_test_data.py").write_text(
-        "def f(prompts, **_):\n"
-        "    print(*prompts[::4], sep='\\n', file=open('prompts.txt', 'a'))\n"
-        "    return [0.0] * len(prompts)\n"
-    )
     other = write(tmp_path / "eval.jsonl", [{"q": "Held out?", "a": "1"}])
-    columns = {"prompt_column": "q", "answer_column": "a"}
-    flags = columns | {"dataset_name": name, "eval_dataset_name": other, "shuffle_dataset": False}
-    run_main(reward_funcs="order_of_test_data.f", **flags)
-    seen = (tmp_path / "prompts.txt").read_text().splitlines()
-    trained = [prompt for prompt in seen if prompt != "Held out?"]
-    count = TINY_RUN["max_steps"] * 2  # two groups an update
-    assert trained[-count:] == [row["problem"] for row in ROWS[:count]]
+    run = make_run(
+        dataset_name=name, eval_dataset_name=other, prompt_column="q", answer_column="a",
+        shuffle_dataset=False, max_completion_length=4,
+    )  # fmt: skip
+    prompts = []
+    for run.step in (0, 1):
+        prompts += [problem.prompt for problem in grpo_arca.collect(run, {}).problems[::4]]
+    assert prompts == [row["problem"] for row in ROWS[:4]]  # two groups an update
 
 
 # ---- The embedded task ---------------------------------------------------------------------------
@@ -448,31 +438,20 @@ def test_chains_have_the_right_steps_and_train_and_held_out_never_meet(length):
         assert list(problem.steps) == values and problem.answer == str(values[-1])
         assert min(values) >= 1 and max(values) <= 99
         assert len(values) == length or length == 0
-        digest = hashlib.blake2b(problem.prompt.encode(), digest_size=4).digest()
-        assert (int.from_bytes(digest, "big") % 10 == 0) == (problem in held_out[-300:])
-
-
-CHAINS = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from common.task import chain_problems
-print([p.prompt for p in chain_problems(2, True)], [p.prompt for p in chain_problems(1, False, 5)])
-"""
 
 
 def test_chains_are_the_same_on_every_machine():
-    """The committed policies were trained on what the hash does not hold out."""
+    """The committed policies were trained on what the hash does not hold out. Python's own hash of
+    a text differs between processes, so that what depended on it would fail here.
+    """
     assert [problem.prompt for problem in chain_problems(2, held_out=True)] == [
         "Start with 55, add 14, add 17, add 4, subtract 13.",
         "Start with 52, subtract 12, subtract 13, subtract 12.",
     ]
-    assert chain_problems(9, False, 1) == chain_problems(9, False, 1) != chain_problems(9, False, 2)
-    other = subprocess.run(
-        [sys.executable, "-c", CHAINS, str(ROOT)],
-        capture_output=True, text=True, env={"PYTHONHASHSEED": "77"},
-    )  # fmt: skip
-    first = [problem.prompt for problem in chain_problems(1, False, 5)]
-    assert other.stdout.endswith(f"subtract 12.'] {first}\n")
+    assert [chain_problems(1, held_out=False, seed=seed)[0].prompt for seed in (1, 2)] == [
+        "Start with 44, add 19, subtract 14, add 4, add 13.",
+        "Start with 24, add 2, double it, add 10.",
+    ]
 
 
 def test_the_embedded_sets():
@@ -536,7 +515,6 @@ def test_tokens_that_state_results():
     pieces += ["4. Minus 5 makes ", "7", "", "9", ". ", "So it is \\boxed{", "79}.", "<end>"]
     expected = [""] * 2 + ["result", "", "result", "result", "result", "", "result"] + [""] * 4
     assert token_roles(pieces, CHAIN) == expected
-    assert token_roles([], CHAIN) == []
 
 
 def test_steps_that_a_data_set_names_are_judged(tmp_path):
@@ -580,20 +558,14 @@ def test_the_beginning_of_an_answer_stays_open(tokenizer):
     assert data.reply_text(tokenizer, chat[:1], ids, stop) == " me. \\boxed{2}"
 
 
-@pytest.mark.slow
-def test_a_run_on_beginnings_trains_and_shows_rewards_the_whole_answer(run_main, tmp_path):
-    rows = []
-    for row in ROWS[:20]:
-        chat = [{"role": "user", "content": row["problem"]}]
-        rows.append({"prompt": [*chat, {"role": "assistant", "content": "We begin"}]})
-    (tmp_path / "begun_of_test_data.py").write_text(
-        "def f(completions, **_):\n"
-        "    return [float(c[0]['content'].startswith('We begin')) for c in completions]\n"
-    )
+def test_rewards_see_the_whole_of_an_answer_that_the_prompt_begins(make_run, tmp_path):
+    begun = {"role": "assistant", "content": "We begin"}
+    rows = [
+        {"prompt": [{"role": "user", "content": r["problem"]}, begun], "answer": "1"} for r in ROWS
+    ]
     name = write(tmp_path / "set.jsonl", rows)
-    run_main(dataset_name=name, reward_funcs="begun_of_test_data.f", max_steps=1)
-    lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
-    assert [row["reward"] for row in map(json.loads, lines) if "reward" in row] == [1.0]
+    batch = grpo_arca.collect(make_run(dataset_name=name, max_completion_length=4), {})
+    assert all(re.match("We begin.", text) for text in batch.texts)
 
 
 def test_only_tokens_that_end_or_pad_a_completion_are_left_out_of_its_text(tokenizer):
@@ -727,10 +699,6 @@ def test_the_token_that_closes_an_answer(tokenizer, closing, token):
 def test_templates_that_write_no_answer_close_none(tokenizer):
     for template in (USERS, "{{ raise_exception('no') }}", "{{ messages[1].content.no.no }}"):
         assert data.closing_token(tokenizer, {"chat_template": template}) is None
-
-
-def test_the_closing_token_of_the_embedded_policy_is_its_end_token(tokenizer):
-    assert data.closing_token(tokenizer, {}) == tokenizer.eos_token_id
 
 
 def test_the_template_writes_the_only_begin_and_end_tokens():

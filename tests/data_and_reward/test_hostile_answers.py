@@ -3,7 +3,6 @@ r"""Answers that would hang, crash, take over or deceive the grader: 0 for each,
 What math-verify must read goes to a worker process. These tests also end workers, and starve them.
 """
 
-import ast
 import os
 import resource
 import signal
@@ -72,8 +71,9 @@ def grader():
 
 @pytest.fixture
 def fresh(grader):
-    """The grader, without a worker and without remembered verdicts."""
+    """The grader, without remembered verdicts and timeouts."""
     grader._is_equal.cache_clear()
+    grader.timeouts = 0
     yield grader
     assert grade(grader, [r"\frac{21}{\sqrt{63}}", r"\frac{22}{\sqrt{63}}"], ROOT_OF_7) == [1, 0]
 
@@ -98,19 +98,17 @@ def test_hostile_answers_earn_nothing_and_run_nothing(tmp_path, monkeypatch):
 def test_an_endless_answer_ends_its_worker(fresh, text):
     """By the processor's time and not by the clock, so that a busy machine changes no verdict."""
     worker = fresh._worker
-    timeouts = fresh.timeouts
     assert grade(fresh, [text], ROOT_OF_7) == [0.0]
-    assert fresh.timeouts == timeouts + 1 and worker.returncode == -signal.SIGPROF
+    assert fresh.timeouts == 1 and worker.returncode == -signal.SIGPROF
 
 
 @pytest.mark.slow
 def test_a_batch_of_endless_answers_has_a_limit(fresh, monkeypatch):
     monkeypatch.setattr(reward, "MAX_TIMEOUTS", 1)
-    timeouts = fresh.timeouts
     texts = ["5^{5^{5^{5}}}", "5^{5^{5^{6}}}", "5^{5^{5^{7}}}", r"\frac{35}{\sqrt{175}}", "7"]
     problems = [Problem("", ROOT_OF_7)] * 4 + [Problem("", "7")]
     assert fresh.grade([box(text) for text in texts], problems) == [0.0, 0.0, 0.0, 0.0, 1.0]
-    assert fresh.timeouts == timeouts + 4  # all that have no verdict
+    assert fresh.timeouts == 4  # all that have no verdict
     # The next batch has a limit of its own, and only a verdict is remembered as one.
     assert grade(fresh, texts[3:4], ROOT_OF_7) == [1.0]
 
@@ -127,11 +125,10 @@ def at_most_20_seconds():
     def stop(*_):
         raise TimeoutError("20 s of processor time: what should take a tenth of a second hangs")
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, 20)
     yield
     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    signal.signal(signal.SIGVTALRM, before)
 
 
 @pytest.mark.parametrize("unit", LONG)
@@ -148,9 +145,8 @@ def test_a_long_answer_takes_no_quadratic_time(unit, at_most_20_seconds):
 def test_a_worker_that_died_while_idle_costs_nothing(fresh):
     fresh._worker.kill()
     fresh._worker.wait()
-    timeouts = fresh.timeouts
     assert grade(fresh, [r"\frac{42}{\sqrt{252}}"], ROOT_OF_7) == [1.0]
-    assert fresh.timeouts == timeouts
+    assert fresh.timeouts == 0
 
 
 @pytest.mark.slow
@@ -168,10 +164,8 @@ def test_an_answer_whose_worker_dies_twice_earns_0(fresh, monkeypatch):
     monkeypatch.setattr(reward, "start_worker", start_stopped)
     fresh._worker.kill()
     fresh._worker = None
-    timeouts = fresh.timeouts
     assert grade(fresh, [r"\frac{49}{\sqrt{343}}"], ROOT_OF_7) == [0.0]
-    assert len(started) == 2 and fresh.timeouts == timeouts + 1
-    monkeypatch.undo()
+    assert len(started) == 2 and fresh.timeouts == 1
 
 
 def forked_verdict(number: int) -> bool:
@@ -227,8 +221,7 @@ def test_an_interrupted_grade_leaves_no_reply_behind(fresh):
 
 
 def test_ctrl_c_is_left_to_the_trainer(fresh):
-    worker = fresh._worker
-    assert os.getsid(worker.pid) != os.getsid(0)  # a terminal sends it to its own session
+    assert os.getsid(fresh._worker.pid) != os.getsid(0)  # a terminal sends it to its own session
 
 
 PARENT = """
@@ -270,11 +263,3 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch, program):
     monkeypatch.setattr(reward.sys, "executable", str(path))
     with pytest.raises(OSError, match="no grading worker: is math-verify installed"):
         grade(Grader(), [r"\frac{14}{\sqrt{28}}"], ROOT_OF_7)
-
-
-def test_the_source_evaluates_nothing():
-    bad = {"eval", "exec", "sympify", "parse_expr", "ExprExtractionConfig", "pickle"}
-    for name in ("answers.py", "reward.py"):
-        tree = ast.parse((ROOT / "common" / name).read_text())
-        used = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(tree)}
-        assert not used & bad

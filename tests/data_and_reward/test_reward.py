@@ -193,16 +193,9 @@ WRONG = [
 ]  # fmt: skip
 
 
-def test_right_answers_earn_1():
-    assert misjudged(RIGHT, 1.0) == []
-
-
-def test_wrong_answers_earn_0():
-    assert misjudged(WRONG, 0.0) == []
-
-
-def test_where_the_gold_answer_is_missing_the_grade_is_too():
-    assert math.isnan(verdicts([("7", "")])[0])
+@pytest.mark.parametrize(("rows", "grade"), [(RIGHT, 1.0), (WRONG, 0.0)], ids=["right", "wrong"])
+def test_right_answers_earn_1_and_wrong_ones_0(rows, grade):
+    assert misjudged(rows, grade) == []
 
 
 def test_every_step_of_a_solution_must_be_right():
@@ -218,11 +211,12 @@ def test_every_step_of_a_solution_must_be_right():
     assert GRADER.grade(slips, [chain] * len(slips)) == [0.0] * len(slips)
 
 
-def test_the_grade_for_reward_functions():
+def test_the_grade_for_reward_functions_and_that_where_the_gold_answer_is_missing():
     chat = [{"role": "assistant", "content": "\\boxed{16 apples}"}]
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 apples?"}]
     assert is_right(chat, "16", asked) and is_right("\\boxed{16 apples}", "16", "2 apples?")
     assert not is_right(chat, "16") and not is_right("16", "16") and not is_right("\\boxed{}", "")
+    assert math.isnan(verdicts([("7", "")])[0])
 
 
 # ---- Real problems -------------------------------------------------------------------------------
@@ -240,10 +234,14 @@ def real(name: str) -> list[tuple[str, Problem]]:
     return found
 
 
-LARGE = pytest.param("gsm8k_train.jsonl", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name", ["math500.jsonl", "gsm8k_test.jsonl", LARGE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "math500.jsonl",
+        "gsm8k_test.jsonl",
+        pytest.param("gsm8k_train.jsonl", marks=pytest.mark.slow),
+    ],
+)
 def test_solutions_of_real_problems_are_right(name):
     texts, problems = zip(*real(name), strict=True)
     grades = GRADER.grade(texts, problems)
@@ -252,23 +250,19 @@ def test_solutions_of_real_problems_are_right(name):
     assert missed == []
 
 
-def others_paid(name: str) -> set[tuple[str, str]]:
-    """Returns what each problem's solution boxes and the next answer, where that is paid."""
+# Of MATH-500 nearly every pair needs the worker.
+@pytest.mark.parametrize(
+    "name", ["gsm8k_test.jsonl", pytest.param("math500.jsonl", marks=pytest.mark.slow)]
+)
+def test_answers_of_other_problems_are_wrong(name):
+    """Each problem's solution is judged by the answer of the next one."""
     texts, problems = zip(*real(name), strict=True)
     following = problems[1:] + problems[:1]
-    pairs = [(a.answer, b.answer) for a, b in zip(problems, following, strict=True)]
     asked = [a._replace(answer=b.answer) for a, b in zip(problems, following, strict=True)]
     grades = GRADER.grade(texts, asked)
-    return {pair for pair, grade in zip(pairs, grades, strict=True) if grade and len(set(pair)) > 1}
-
-
-def test_answers_of_other_problems_of_gsm8k_are_wrong():
-    assert others_paid("gsm8k_test.jsonl") == set()
-
-
-@pytest.mark.slow  # nearly every pair needs the worker
-def test_answers_of_other_problems_of_math_500_are_wrong():
-    assert others_paid("math500.jsonl") <= {("5", "x=5")}
+    answers = [(a.answer, b.answer) for a, b in zip(problems, asked, strict=True)]
+    paid = {pair for pair, grade in zip(answers, grades, strict=True) if grade}
+    assert {(own, other) for own, other in paid if own != other} <= {("5", "x=5")}
 
 
 @pytest.mark.slow
@@ -405,17 +399,6 @@ def test_a_reward_function_may_go_to_another_folder(tmp_path, monkeypatch):
     assert called(go) == [1, 2] and Path.cwd() == tmp_path
 
 
-def exits_later(**_):
-    yield 1.0
-    sys.exit(0)
-
-
-def test_a_reward_function_that_exits_after_its_first_value_is_an_error():
-    """With exit code 0 the run would look finished."""
-    with pytest.raises(RuntimeError, match="the reward function mine has ended the program"):
-        called(exits_later)
-
-
 NO_REWARDS = [
     [math.nan, 1], {"a": 1, "b": 2}, {1, 2}, "12", b"12", [1.0], [1, 2, 3], [], [1.0, 1e39],
     [-math.inf, 1], [1j, 1], [1, []], [1.0, "x"], None, 1.0, [10**400, 1], torch.tensor(1.0),
@@ -429,11 +412,21 @@ def test_what_is_no_list_of_finite_numbers_is_refused(values):
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_a_reward_function_that_fails_or_is_async_is_named():
+def test_a_reward_function_that_fails_exits_or_is_async_is_named():
+    """After an exit with code 0 the run would look finished."""
+
     async def later(**_):
         return [1.0, 2.0]
 
-    for function, says in ((later, "coroutine"), (lambda: [1, 2], "unexpected keyword")):
+    def exits_later(**_):
+        yield 1.0
+        sys.exit(0)
+
+    for function, says in (
+        (later, "coroutine"),
+        (lambda: [1, 2], "unexpected keyword"),
+        (exits_later, "ended the program"),
+    ):
         with pytest.raises(RuntimeError, match=f"the reward function mine has .*{says}"):
             called(function)
 
@@ -458,11 +451,6 @@ def test_several_rewards_are_summed_by_their_weights():
         "sampled_completions": 3, "rewards/level/mean": 3.0,
         "rewards/accuracy_reward/mean": pytest.approx(2 / 3),
     }  # fmt: skip
-
-
-def test_rows_of_groups_with_equal_advantages():
-    advantages = torch.tensor([[0.0, 0.0], [-1.0, 1.0], [0.5, 0.5]])
-    assert reward.rows_without_signal(advantages).tolist() == [0, 1, 4, 5]
 
 
 def test_numbers_that_a_reward_function_logs():
@@ -490,13 +478,6 @@ def test_ready_made_functions_of_trl_run_unchanged():
     assert called(rewards.reasoning_accuracy_reward, problems, texts) == [1.0, 0.0]
     overlong = rewards.get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2)
     assert called(overlong, texts=("xxxxx", "x")) == [-1.0, 0.0]
-
-
-@pytest.mark.slow
-def test_a_reward_function_that_exits_ends_the_run_with_an_error(run_main, tmp_path):
-    (tmp_path / "quits_of_test_reward.py").write_text("import sys\ndef f(**_):\n    sys.exit(0)\n")
-    with pytest.raises(RuntimeError, match="the reward function f has ended the program"):
-        run_main(reward_funcs="quits_of_test_reward.f")
 
 
 def test_a_call_holds_whole_groups(run_main, tmp_path):

@@ -20,7 +20,6 @@ from support import (
     run_forks,
     sample,
 )
-from test_style import first_difference
 
 import grpo_arca
 from common.data import encode_prompt
@@ -239,8 +238,7 @@ def test_gtpo_leaves_a_rollout_alone_whose_tokens_were_all_certain():
     run, batch, micros = credited("gtpo")
     for part in (batch, *micros):
         part.entropy = torch.zeros_like(part.entropy)
-    for micro in micros:
-        micro.scores = micro.entropy
+        part.scores = part.entropy
     assign("gtpo", run, batch, micros)
     assert all(torch.equal(micro.credit, micro.mask.float()) for micro in micros)
 
@@ -315,14 +313,6 @@ def test_ctpo_has_the_authors_loss_and_gradient(part):
         total = total + values.mean() / 8
     expected = torch.autograd.grad(total, logp)
     torch.testing.assert_close(torch.autograd.grad(loss, logp), expected, rtol=1e-4, atol=1e-7)
-
-
-def test_ctpos_clip_range_grows_with_the_root_of_the_position():
-    bounds = torch.stack(credited("ctpo")[2][0].bounds)[:, 0, [0, 3, 8]]  # of tokens 1, 4 and 9
-    assert bounds.tolist() == [
-        pytest.approx([0.975310, 0.951229, 0.927743], abs=1e-6),
-        pytest.approx([1.051271, 1.105171, 1.161834], abs=1e-6),
-    ]
 
 
 def test_fipo_weighs_by_the_discounted_future():
@@ -427,11 +417,6 @@ def test_the_shuffled_control_has_the_same_terms_in_another_order(name):
         terms.append(torch.stack(both)[:, 0])  # of the first completion
     torch.testing.assert_close(terms[0].sort(1).values, terms[1].sort(1).values)
     assert not torch.equal(*terms)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_fork_differs_from_grpo_arca_in_docstring_and_credit_regions_alone(name):
-    assert first_difference((ROOT / "grpo_arca.py").read_text(), SCRIPTS[name]) is None
 
 
 @pytest.mark.slow

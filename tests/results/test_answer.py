@@ -192,8 +192,6 @@ def test_answer_writes_pages_and_figures_from_the_data(tmp_path, monkeypatch):
     monkeypatch.setattr(answer, "PAGES", [page])
     monkeypatch.setattr(answer, "OUTPUT", tmp_path)
     answer.main()
-    text = page.read_text()
-    assert text.startswith("Before.\n<!-- table: tests -->\n| ")
-    assert text.endswith(" |\n<!-- end -->\nAfter.\n")
+    assert page.read_text().startswith("Before.\n<!-- table: tests -->\n| ")
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert pictures == ["curves.png", "differences.png"]

@@ -30,29 +30,23 @@ def solution_of(text):
 
 
 # ---- Claims --------------------------------------------------------------------------------------
-def test_a_right_solution_has_a_claim_for_each_step_and_its_answer():
-    found, claims, prefixes = solution_of(RIGHT)
-    assert found.right == 3
-    assert [claim.strip() for claim in claims] == ["12", "24", "24"]
-    assert [prefix.strip() for prefix in prefixes] == [
-        "", "We begin at 5. Adding 7 gives 12.",
-        "We begin at 5. Adding 7 gives 12. Doubling it gives 24.",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("text", "right", "claims"),
     [
+        (RIGHT, 3, ["12", "24", "24"]),
         (RIGHT.replace("gives 24", "gives 26"), 1, ["12", "6"]),
         (RIGHT.replace("12.", "13."), 0, ["3"]),
         ("We begin at 5. Adding 7 gives 12. And", 1, ["12", "<|im_end|>"]),
     ],
 )
-def test_behind_the_first_wrong_token_nothing_is_claimed(text, right, claims):
+def test_a_solution_claims_each_step_and_its_answer_until_the_first_wrong_token(
+    text, right, claims
+):
     found, texts, prefixes = solution_of(text)
     assert found.right == right
     assert [claim.strip() for claim in texts] == claims
-    assert len(prefixes) == right + 1
+    before = ["", "We begin at 5. Adding 7 gives 12.", RIGHT.partition(" So")[0]]
+    assert [prefix.strip() for prefix in prefixes] == before[: right + 1]
 
 
 # ---- Values --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What once went on silently wrong, or lost finished work, is refused or right."""
 
 import ctypes
+import itertools
 import json
 import os
 import runpy
@@ -46,27 +47,29 @@ def check_saved(run, weights: dict, step: int) -> None:
         assert torch.equal(for_peft[name.replace(".default", "")], weight), name
 
 
+def interrupted(function, number: int):
+    """Returns the function, but its call of this number is interrupted."""
+    calls = itertools.count(1)
+
+    def call(*arguments, **keywords):
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return function(*arguments, **keywords)
+
+    return call
+
+
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_a_signal_at_any_layer_of_a_switch_saves_the_whole_adapter(switched, monkeypatch, layer):
-    """While PEFT turns the adapter on again."""
+    """While PEFT turns the adapter on again, after it has turned off every layer."""
     run, weights = switched
-    enable = LoraLayer.enable_adapters
-    calls = []
-
-    def interrupted(self, enabled):
-        calls.append(enabled)
-        if calls.count(True) == layer + 1:
-            raise KeyboardInterrupt
-        enable(self, enabled)
-
-    monkeypatch.setattr(LoraLayer, "enable_adapters", interrupted)
+    enable = interrupted(LoraLayer.enable_adapters, LAYERS + layer + 1)
+    monkeypatch.setattr(LoraLayer, "enable_adapters", enable)
     with pytest.raises(KeyboardInterrupt), run.model.disable_adapter():
         pass
     monkeypatch.undo()
     check_saved(run, weights, layer + 1)
-    for module in run.model.modules():
-        if isinstance(module, LoraLayer):
-            module.enable_adapters(True)
+    run.model.base_model.enable_adapter_layers()
 
 
 @pytest.mark.parametrize("matrix", [1, 2, 30, 2 * LAYERS])
@@ -76,16 +79,8 @@ def test_a_signal_while_the_reference_is_put_in_saves_the_trained_adapter(
     """torch.func.functional_call swaps weights, and after an interrupt it does not swap back."""
     run, weights = switched
     batch = unscored(random_batch())
-    swap = NamedMemberAccessor.swap_tensor
-    calls = []
-
-    def interrupted(*arguments, **keywords):
-        calls.append(arguments)
-        if len(calls) == matrix:
-            raise KeyboardInterrupt
-        return swap(*arguments, **keywords)
-
-    monkeypatch.setattr(NamedMemberAccessor, "swap_tensor", interrupted)
+    swap = interrupted(NamedMemberAccessor.swap_tensor, matrix)
+    monkeypatch.setattr(NamedMemberAccessor, "swap_tensor", swap)
     with pytest.raises(KeyboardInterrupt):
         grpo_arca.score(run, batch, [batch], {})
     check_saved(run, weights, 100 + matrix)
@@ -190,7 +185,6 @@ def test_large_rewards_keep_their_differences():
     weights = torch.ones(1, dtype=torch.float64)
     advantages = grpo_arca.aggregated_advantages(grpo_arca.parse_args([]), values, weights)
     expected = 0.5 / ((2 / 7) ** 0.5 + 1e-4)
-    assert expected == pytest.approx(0.935, abs=5e-4)
     torch.testing.assert_close(advantages[0], torch.tensor([expected] * 4 + [-expected] * 4))
 
 
@@ -204,9 +198,7 @@ def test_the_schedule_is_one_update_ahead_of_trls(make_run):
             assert rate == pytest.approx(run.share_of_peak_rate(update), abs=1e-9)
             theirs.optimizer.step()
             theirs.step()
-        assert run.share_of_peak_rate(1) == pytest.approx(0.1)
-    page = " ".join((ROOT / "docs/trl.md").read_text().split())
-    assert "one update ahead of TRL's" in page
+    assert "one update ahead of TRL's" in " ".join((ROOT / "docs/trl.md").read_text().split())
 
 
 def test_the_token_that_closes_a_turn_ends_a_completion(make_run, tmp_path):
