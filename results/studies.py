@@ -68,9 +68,14 @@ METHODS = {
     "step values": "results/oracles.py --oracle step_values",
     "step values, right answers only": "results/oracles.py --oracle right_only",
 }
-AGAIN = ["right answers only", "ARCA", "ARCA's weights, shuffled", "OAR-G", "S-trace"]
-for name in [*AGAIN, "S-trace, normalized"]:
-    METHODS[f"{name}, groups drawn again"] = f"{METHODS[name]} --max_resample_times 4"
+DRAWN_AGAIN = {
+    f"{name}, groups drawn again": f"{METHODS[name]} --max_resample_times 4"
+    for name in (
+        "right answers only", "ARCA", "ARCA's weights, shuffled", "OAR-G", "S-trace",
+        "S-trace, normalized",
+    )
+}  # fmt: skip
+METHODS |= DRAWN_AGAIN
 MAIN = [GRPO, "right answers only", "ARCA", "OAR-G", "S-trace"]
 ORACLES = ["least variance", "step values", "step values, right answers only"]
 
@@ -123,11 +128,16 @@ PLAN = [  # study, methods, updates, learning rate (None: GRPO's), seeds
     ("wrong_policy", MAIN, 1, "0.004", 8),
     ("wrong_policy", [GRPO, "right answers only", "ARCA", "S-trace"], 4, None, 16),
     ("wrong_policy", ["ARCA, p = 2", "S-trace, normalized"], 4, None, 8),
+    ("wrong_policy", ["GRPO, 8 completions"], 1, None, 8),
+    ("wrong_policy_2", MAIN, 1, None, 4),
+    ("wrong_policy_3", MAIN, 1, None, 4),
     ("sharpening", [GRPO, "right answers only"], 1, None, 16),
+    ("sharpening", ["GRPO, 8 completions"], 1, None, 8),
     ("sharpening", [*MAIN, "ARCA's weights, shuffled", "S-trace, normalized"], 1, None, 8),
     ("sharpening", [GRPO, "right answers only", "ARCA", "S-trace"], 4, None, 8),
     ("sharpening", ["S-trace, normalized"], 4, None, 8),
-    ("smollm2", MAIN, 1, None, 12),
+    ("smollm2", [*MAIN, "GRPO, groups drawn again"], 1, None, 12),
+    ("smollm2", ["GRPO, 72 completions", *DRAWN_AGAIN], 1, None, 8),
     ("default_command", [*MAIN, "ARCA's weights, shuffled", "P-trace"], 1, None, 3),
     ("default_command", [GRPO, "right answers only"], 1, None, 8),
     ("small_rollouts", [GRPO, "right answers only"], 1, None, 8),
