@@ -131,7 +131,9 @@ def load_reward_funcs(
 def code_digests(functions: dict[str, Callable | None]) -> dict[str, str]:
     """Returns a digest of the file that defines each reward function, by the function's name."""
     modules = {
-        name: sys.modules.get(inspect.unwrap(f).__module__) for name, f in functions.items() if f
+        name: sys.modules.get(getattr(inspect.unwrap(function), "__module__", ""))
+        for name, function in functions.items()
+        if function is not None
     }
     files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
     return {

@@ -324,6 +324,15 @@ def sizes_fit(flags: dict[str, str]) -> bool:
     return steps % accumulation == 0 and rollout % sizes["num_generations"] == 0
 
 
+def splits_fit(flags: dict[str, str]) -> bool:
+    """Returns whether no config or split is asked for of a file, which has none."""
+    is_file = (BASE | flags)["dataset_name"] != "chain_arithmetic"
+    splits = [flags.get("dataset_config", ""), flags.get("dataset_train_split", "train")]
+    if "eval_dataset_name" not in flags:
+        splits.append(flags.get("dataset_test_split", "test"))
+    return not is_file or set(splits) <= {"", "train", "test"}
+
+
 @pytest.mark.slow
 def test_random_combinations_of_flags_train_or_end_in_a_sentence(fault_of):
     """Of 3 to 8 flags, one value in eight is a bad one. FUZZ_COUNT says how many are tried."""
@@ -339,6 +348,6 @@ def test_random_combinations_of_flags_train_or_end_in_a_sentence(fault_of):
             is_bad = good == "" or (bad != "" and rng.random() < 1 / 8)
             flags[name] = rng.choice((bad if is_bad else good).split())
             must_end = must_end or is_bad
-        must_end = must_end or not sizes_fit(flags)
+        must_end = must_end or not sizes_fit(flags) or not splits_fit(flags)
         faults.append(fault_of(script, flags, must_end))
     assert "".join(faults) == ""

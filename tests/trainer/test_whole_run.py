@@ -36,7 +36,7 @@ METRICS = (
     "seconds_update tokens_per_second peak_memory_gb loss skipped_update reward_timeouts "
     "rollout_tokens sampled_completions"
 )
-ACCURACIES = {"greedy_accuracy", "sampled_accuracy", "pass@2", "pass@4"}
+FIGURES = {"greedy_accuracy", "sampled_accuracy", "pass@2", "pass@4", "truncated_share"}
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_the_default_command(tmp_path):
 
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 45
-    assert summary["before"].keys() == summary["after"].keys() == ACCURACIES
+    assert summary["before"].keys() == summary["after"].keys() == FIGURES
     assert summary["after"]["greedy_accuracy"] > 0.95
     for name in ("before", "after"):
         assert f"{summary[name]['greedy_accuracy']:.1%}" in done.stdout  # in the table
