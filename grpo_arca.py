@@ -103,7 +103,7 @@ LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
-Positive = Annotated[int, 1, 1e18]  # lowest and highest value; flags without them: 0 and 1e18
+Positive = Annotated[int, 1, 1e18]  # with its range; a number without one may be 0 to 1e18
 
 
 def flag(default: Any, help: str) -> Any:
@@ -133,7 +133,7 @@ class Args:
     lora_target_modules: list[str] = flag(["all-linear"], "linear layers that get a new adapter")
     # data and reward
     dataset_name: str = flag("chain_arithmetic", "embedded, Hub id, or .jsonl/.json/.csv/.parquet")
-    dataset_config: str | None = flag(None, "of a Hub data set; embedded: 2 to 8 operations")
+    dataset_config: str | None = flag(None, "of a Hub data set; embedded: operations, 2 to 8")
     dataset_train_split: str = flag("train", "split to train on")
     dataset_test_split: str = flag("test", "split to evaluate on")
     shuffle_dataset: bool = flag(True, "shuffle the problems in every epoch")
@@ -169,7 +169,7 @@ class Args:
     gradient_checkpointing: bool = flag(True, "recompute: less memory, but slower")
     # objective
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag(
-        "grpo", "divide by each completion's length | by the batch's tokens | by the longest length"
+        "grpo", "divide by each completion's length | by the batch's tokens | by the limit"
     )
     scale_rewards: Literal["group", "batch", "none"] = flag(
         "group", "divide advantages by the standard deviation of rewards in the group | batch"
@@ -246,7 +246,7 @@ class Batch:
     ids: Tensor  # [B, P + T]
     attention: Tensor  # [B, P + T] bool: False on padding
     truncated: Tensor  # [B] bool: ended by the length limit, not by a stop token
-    sampled_logp: Tensor  # [B, T] under the policy that sampled, as the decode loop computed it
+    sampled_logp: Tensor  # [B, T] from the decode loop, at --temperature, before top_p
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
     texts: list[str]  # [B] whole answers: what the prompt has of one already, and the completion
@@ -344,7 +344,8 @@ class Run:
         own_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.update_size = own_size * self.accelerator.num_processes
         self.rollout_size = self.update_size * self.updates_per_pass
-        # No group is split between processes: `unit` completions must be whole groups.
+        # No group is split between processes. With several, each one's part of an update must be
+        # whole groups; one process may have a group in two updates of a rollout.
         unit = self.rollout_size if self.accelerator.num_processes == 1 else own_size
         if (
             args.steps_per_generation % args.gradient_accumulation_steps > 0
@@ -364,7 +365,8 @@ class Run:
         )
         ids = [torch.tensor(stop).flatten() for stop in stops if stop is not None]  # one or several
         self.eos_ids = torch.cat(ids).unique().to(self.accelerator.device)  # ascending
-        # Collected now, because PEFT sets requires_grad to False while the adapter is disabled.
+        # The adapter's tensors, for checkpoints. Collected now, because PEFT sets requires_grad to
+        # False while the adapter is disabled.
         self.adapter = {
             name: p.data for name, p in self.model.named_parameters() if p.requires_grad
         }
@@ -376,8 +378,8 @@ class Run:
         scheduler = transformers.get_scheduler(
             args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
         )
-        # We keep only its function, from the number of an update to its share of the peak rate. It
-        # would reach 0 one update after the last.
+        # We keep only its function: update number, from 1 on, to share of the peak rate. The share
+        # would be 0 one update after the last.
         (self.share_of_peak_rate,) = scheduler.lr_lambdas
         self.policy, self.optimizer = self.accelerator.prepare(  # with DDP, if there are processes
             LogProbs(self.model, args.temperature), optimizer
@@ -455,7 +457,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def normalize(scores: Tensor, mask: Tensor, power: float) -> Tensor:
-    """Turns scores [B, T] into weights T * w_t: mean 1 over a completion, 0 on padding.
+    """Turns scores [B, T] into weights T_i * w_t: mean 1 over a completion, 0 on padding.
 
     A score below 0 counts as 0.
     """
@@ -468,7 +470,10 @@ def normalize(scores: Tensor, mask: Tensor, power: float) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Turns the scores of a rollout into weights, which are the credit of ARCA."""
+    """Turns the scores of a rollout into `weights`. In ARCA they are also the `credit`.
+
+    `batch` and `metrics` are for other methods.
+    """
     for micro in micros:
         micro.weights = normalize(micro.scores, micro.mask, run.args.sharpening)
         if run.args.credit in ("random", "shuffled"):
@@ -486,7 +491,10 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
 
 
 def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log of the ratio that is clipped, and the advantage, of each token [B, T]."""
+    """Returns the log of the ratio to clip, and the advantage, of each token [B, T].
+
+    ARCA keeps the token's own ratio. Other methods may replace it.
+    """
     return log_ratio, micro.advantages[:, None] * micro.credit
 
 
@@ -494,7 +502,7 @@ def control_weights(kind: str, weights: Tensor, mask: Tensor, draws: Tensor) -> 
     """Returns random weights [B, T] to compare a method with, from `row_draws` [B, T].
 
     This is no part of ARCA. "shuffled" permutes the weights of each completion. "random" draws
-    log-normal weights with the same sum and the same concentration (EffN/T).
+    log-normal weights with the same sum and EffN/T, which is 1 / (T_i * sum of squared shares).
     """
     if kind == "shuffled":
         order = torch.where(mask, draws, 2.0).argsort(dim=1, stable=True)  # padding stays put
@@ -541,7 +549,7 @@ def train(run: Run) -> None:
                 run.tokenizer, all_micros, args.num_generations, run.step, args.system_prompt
             )
 
-        # Update the policy. A signal that a reward function has caught ends the run first.
+        # Update the policy. If a reward function has swallowed a Ctrl-C or SIGTERM, end the run.
         if run.is_interrupted:
             raise KeyboardInterrupt
         run.is_updating = True  # a signal now waits for the end of the updates
@@ -577,8 +585,8 @@ def collect(run: Run, metrics: dict) -> Batch:
     args = run.args
     accelerator = run.accelerator
 
-    # Deal out the rows. On any number of processes, an update has the same rows, and each process
-    # has whole groups.
+    # Deal out the rows, [updates, processes, rest]. On any number of processes, an update has the
+    # same rows, and each process has whole groups. A process keeps its rows in order of updates.
     all_rows = torch.arange(run.rollout_size).view(
         run.updates_per_pass, accelerator.num_processes, -1
     )
@@ -594,7 +602,8 @@ def collect(run: Run, metrics: dict) -> Batch:
             if len(places) > 0:
                 batch.put(places, sample_attempt(run, rows[places.cpu()], attempt, logged))
 
-    # Compute the advantages from the rewards of all processes, in the order of their rows.
+    # `batch.rewards` is for logs and reports. The advantages come from the rewards of each function
+    # in all processes, in the order of their rows.
     batch.rewards = weighted_sum(batch.function_rewards, run.reward_weights).float()
     order = accelerator.gather(batch.rows).argsort()
     all_rewards = accelerator.gather(batch.function_rewards)[order]  # [prompts * G, F]
@@ -678,10 +687,11 @@ def aggregated_advantages(args: Args, rewards: Tensor, weights: Tensor) -> Tenso
     if args.multi_objective_aggregation == "sum_then_normalize":
         advantages = group_advantages(weighted_sum(rewards, weights), args.scale_rewards)
     else:  # GDPO (arXiv 2601.05242): normalize each function by group, then the sum by batch
+        # Unknown rewards stay NaN. Below, `view(1, -1)` makes one group of the whole batch.
         each = group_advantages(rewards, "group").where(~rewards.isnan(), torch.nan)
         total = weighted_sum(each, weights)
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        advantages[total == 0] = 0.0  # the mean of all is 0, except for rounding
+        advantages[total == 0] = 0.0  # as the mean of all is 0, but for rounding
     return advantages.float()
 
 
@@ -716,7 +726,7 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
         with timed(metrics, "seconds_score"):
             if run.updates_per_rollout > 1:  # with one update, old and new log-probs are equal
                 micro.old_logp = training_forward(run, micro)
-            run.policy.eval()
+            run.policy.eval()  # no dropout in the reference and in the credit signal
             if run.args.beta > 0:  # the policy with the weights that it had before training
                 micro.reference_logp, _ = torch.func.functional_call(
                     run.policy, run.start_weights, micro
@@ -756,7 +766,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
             loss, clipped = policy_loss(run, micro, logp, old_logp)
             (loss * accelerator.num_processes).backward()  # DDP averages, we sum
         total_loss += loss.detach()
-        averages.append(
+        averages.append(  # of (values, which of them count)
             {
                 "clip_fraction": (clipped, micro.loss_mask),
                 "clip_fraction_sequence": (clipped.any(1), micro.loss_mask.any(1)),
@@ -803,9 +813,9 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], and only `logp` carries gradients. The divisors count all completions
-    and tokens of an update, also those without a gradient. So the sum of the losses of its
-    micro-batches does not depend on how the update is split.
+    The log-probs are [B, T], and only `logp` carries gradients. The divisors also count completions
+    whose advantage is 0 (for dapo their tokens, as a mean over the updates of a rollout). So the
+    sum of an update's losses does not depend on how it is split into micro-batches.
     """
     args = run.args
     log_ratio = torch.where(micro.mask, logp - old_logp, 0.0)  # padding must not overflow in exp
