@@ -333,7 +333,7 @@ def without_words(side: str) -> tuple[str, list[str]]:
         pattern = WORD_IN_TEXT if place % 2 == 1 else WORD
         words += pattern.findall(piece)
         rest = pattern.sub("~", re.sub(r"\\?[$€£¢]", " ", piece))
-        value += rest if place % 2 == 0 or re.search(r"\d", rest) else "~" * ("~" in rest) + " "
+        value += rest if place % 2 == 0 or re.search(r"\d", rest) else "~ " if "~" in rest else " "
     if BEFORE.search(value):
         words.append("~")
     return value.replace("~", " ").strip().rstrip(" /."), words

@@ -3,7 +3,7 @@
     python tools/bench.py                                   # the methods, on the embedded policy
     python tools/bench.py grpo_arca.py "grpo_oar.py --credit oar_p"
     python tools/bench.py grpo_arca.py --trl                # TRL's GRPOTrainer beside it
-    git worktree add ../before 5891383 && python tools/bench.py grpo_arca.py --against ../before
+    git worktree add ../before 362cd04 && python tools/bench.py grpo_arca.py --against ../before
     python tools/bench.py grpo_arca.py --trl --shape 1.7B -- --max_completion_length 256
     python tools/bench.py --kernels --shape 1.7B -- --credit uniform   # what a step executes
 
