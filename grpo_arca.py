@@ -22,11 +22,12 @@ dropout on. Here the base is in 4 bits, and alpha is measured with dropout off. 
 --credit also offers the paper's baselines (surprisal, entropy_reduction and divergence) and three
 signals of ours: probability, and the two controls random and shuffled.
 
-How to read this file: first come the flags, and the two things that all steps share, a Batch of
-completions and the Run. The method stands between the CREDIT marks. Then comes the training loop,
-`train`, and its steps: `collect`, `score` and `update`. They are followed by the policy's
-log-probabilities. The rest is machinery: sampling, set-up, checkpoints and the command line.
-Except for this text, everything outside the CREDIT marks is the same in every grpo_*.py script.
+How to read this file: first come the flags, and the Batch of completions that the steps of training
+hand on. The method stands between the CREDIT marks. Then comes the training loop, `train`, and its
+steps: `collect`, `score` and `update`. They are followed by the policy's log-probabilities. The
+rest is machinery: sampling, set-up, checkpoints and the command line. Set-up begins with the Run,
+whose model, problems and settings all steps use. Except for this text, everything outside the
+CREDIT marks is the same in every grpo_*.py script.
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
@@ -233,7 +234,7 @@ EMBEDDED_DEFAULTS = {  # used instead for a policy whose config.json says "embed
 }
 
 
-# ---- What the steps of the loop share ------------------------------------------------------------
+# ---- What a step hands to the next ---------------------------------------------------------------
 NOT_SET = torch.empty(0)  # what a Batch holds until a later step of the loop sets the value
 
 
@@ -308,111 +309,6 @@ class Batch:
             sampled_logp=self.sampled_logp[:, :length],
             entropy=self.entropy[:, :length],
             loss_mask=self.loss_mask[:, :length],
-        )
-
-
-class Run:
-    """The objects that training uses, and its progress, which determines the data and samples."""
-
-    log: RunLog
-
-    def __init__(self, args: Args):
-        self.args = args
-        # The problems, and the reward functions.
-        self.tokenizer, self.train_set, self.held_out = load_data(
-            args, needs_answers=ACCURACY in args.reward_funcs
-        )
-        self.prompt_width = max(len(p.prompt_ids) for p in self.train_set + self.held_out)
-        self.reward_funcs, self.reward_weights = load_reward_funcs(
-            args.reward_funcs, args.reward_weights
-        )
-
-        # The processes, and how many completions and updates they make.
-        self.accelerator = Accelerator(
-            project_dir=args.output_dir,
-            mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
-            cpu=not CUDA,  # otherwise processes on CPUs do not find each other
-            log_with=None if args.report_to == "none" else args.report_to,
-            dynamo_backend="no",  # compiled layers would not compute what the sampling ones do
-        )
-        if self.accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-            fail(f"launch it on one device or with DDP, not {self.accelerator.distributed_type}")
-        # A rollout is trained on in --num_iterations passes.
-        self.updates_per_pass = args.steps_per_generation // args.gradient_accumulation_steps
-        self.updates_per_rollout = args.num_iterations * self.updates_per_pass
-        # In completions:
-        own_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        self.update_size = own_size * self.accelerator.num_processes
-        self.rollout_size = self.update_size * self.updates_per_pass
-        # No group is split between processes. With several, each one's part of an update must be
-        # whole groups; one process may have a group in two updates of a rollout.
-        unit = self.rollout_size if self.accelerator.num_processes == 1 else own_size
-        if (
-            args.steps_per_generation % args.gradient_accumulation_steps > 0
-            or unit % args.num_generations > 0
-        ):
-            fail(
-                f"--num_generations must divide the {unit} completions that a process samples, and "
-                "--gradient_accumulation_steps the --steps_per_generation"
-            )
-
-        # The policy, its optimizer and its schedule.
-        self.model = load_policy(args, self.accelerator.device)  # its adapter can be disabled
-        stops = (  # a model may name only one of these, and end its turn with another
-            self.model.generation_config.eos_token_id,
-            self.tokenizer.eos_token_id,
-            closing_token(self.tokenizer, json.loads(args.chat_template_kwargs)),
-        )
-        ids = [torch.tensor(stop).flatten() for stop in stops if stop is not None]  # one or several
-        self.eos_ids = torch.cat(ids).unique().to(self.accelerator.device)  # ascending
-        # The adapter's tensors, for checkpoints. Collected now, because PEFT sets requires_grad to
-        # False while the adapter is disabled.
-        self.adapter = {
-            name: p.data for name, p in self.model.named_parameters() if p.requires_grad
-        }
-        optimizer = torch.optim.AdamW(
-            [p for p in self.model.parameters() if p.requires_grad],
-            lr=args.learning_rate,
-            weight_decay=0.0,
-        )
-        scheduler = transformers.get_scheduler(
-            args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
-        )
-        # We keep only its function: update number, from 1 on, to share of the peak rate. The share
-        # would be 0 one update after the last.
-        (self.share_of_peak_rate,) = scheduler.lr_lambdas
-        self.policy, self.optimizer = self.accelerator.prepare(  # with DDP, if there are processes
-            LogProbs(self.model, args.temperature), optimizer
-        )
-        # The policy before training. --beta weighs the KL divergence to it.
-        self.start_weights = {
-            name: p.detach().clone()
-            for name, p in self.policy.named_parameters()
-            if p.requires_grad
-        }
-
-        # The progress.
-        self.config = asdict(args) | code_digests(self.reward_funcs)
-        self.config["adapter_size"] = describe_adapter(self.model)
-        self.run_id = uuid.uuid4().hex[:8]  # by which a tracker knows it again
-        self.identity = identity_of(self)
-        self.step = 0  # updates so far
-        self.page_examples: list[dict] = []  # groups of completions that credit.html shows
-        self.is_updating = False
-        self.is_interrupted = False  # a signal has come: end after the updates of this rollout
-
-    @property
-    def rollout_number(self) -> int:
-        """The number of the rollout that the next update is on."""
-        return self.step // self.updates_per_rollout
-
-    def has_reached(self, interval: int, former_step: int) -> bool:
-        """Returns whether a multiple of `interval` came after `former_step`, or training is over.
-
-        An interval of 0 is never reached.
-        """
-        return interval > 0 and (
-            self.step >= self.args.max_steps or self.step // interval > former_step // interval
         )
 
 
@@ -1233,6 +1129,111 @@ def adapted_forward(base_layer: nn.Module, lora_A: Tensor, lora_B: Tensor, x: Te
 
 
 # ---- Set-up: NF4 + LoRA --------------------------------------------------------------------------
+class Run:
+    """The objects that training uses, and its progress, which determines the data and samples."""
+
+    log: RunLog
+
+    def __init__(self, args: Args):
+        self.args = args
+        # The problems, and the reward functions.
+        self.tokenizer, self.train_set, self.held_out = load_data(
+            args, needs_answers=ACCURACY in args.reward_funcs
+        )
+        self.prompt_width = max(len(p.prompt_ids) for p in self.train_set + self.held_out)
+        self.reward_funcs, self.reward_weights = load_reward_funcs(
+            args.reward_funcs, args.reward_weights
+        )
+
+        # The processes, and how many completions and updates they make.
+        self.accelerator = Accelerator(
+            project_dir=args.output_dir,
+            mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
+            cpu=not CUDA,  # otherwise processes on CPUs do not find each other
+            log_with=None if args.report_to == "none" else args.report_to,
+            dynamo_backend="no",  # compiled layers would not compute what the sampling ones do
+        )
+        if self.accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+            fail(f"launch it on one device or with DDP, not {self.accelerator.distributed_type}")
+        # A rollout is trained on in --num_iterations passes.
+        self.updates_per_pass = args.steps_per_generation // args.gradient_accumulation_steps
+        self.updates_per_rollout = args.num_iterations * self.updates_per_pass
+        # In completions:
+        own_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.update_size = own_size * self.accelerator.num_processes
+        self.rollout_size = self.update_size * self.updates_per_pass
+        # No group is split between processes. With several, each one's part of an update must be
+        # whole groups; one process may have a group in two updates of a rollout.
+        unit = self.rollout_size if self.accelerator.num_processes == 1 else own_size
+        if (
+            args.steps_per_generation % args.gradient_accumulation_steps > 0
+            or unit % args.num_generations > 0
+        ):
+            fail(
+                f"--num_generations must divide the {unit} completions that a process samples, and "
+                "--gradient_accumulation_steps the --steps_per_generation"
+            )
+
+        # The policy, its optimizer and its schedule.
+        self.model = load_policy(args, self.accelerator.device)  # its adapter can be disabled
+        stops = (  # a model may name only one of these, and end its turn with another
+            self.model.generation_config.eos_token_id,
+            self.tokenizer.eos_token_id,
+            closing_token(self.tokenizer, json.loads(args.chat_template_kwargs)),
+        )
+        ids = [torch.tensor(stop).flatten() for stop in stops if stop is not None]  # one or several
+        self.eos_ids = torch.cat(ids).unique().to(self.accelerator.device)  # ascending
+        # The adapter's tensors, for checkpoints. Collected now, because PEFT sets requires_grad to
+        # False while the adapter is disabled.
+        self.adapter = {
+            name: p.data for name, p in self.model.named_parameters() if p.requires_grad
+        }
+        optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad],
+            lr=args.learning_rate,
+            weight_decay=0.0,
+        )
+        scheduler = transformers.get_scheduler(
+            args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
+        )
+        # We keep only its function: update number, from 1 on, to share of the peak rate. The share
+        # would be 0 one update after the last.
+        (self.share_of_peak_rate,) = scheduler.lr_lambdas
+        self.policy, self.optimizer = self.accelerator.prepare(  # with DDP, if there are processes
+            LogProbs(self.model, args.temperature), optimizer
+        )
+        # The policy before training. --beta weighs the KL divergence to it.
+        self.start_weights = {
+            name: p.detach().clone()
+            for name, p in self.policy.named_parameters()
+            if p.requires_grad
+        }
+
+        # The progress.
+        self.config = asdict(args) | code_digests(self.reward_funcs)
+        self.config["adapter_size"] = describe_adapter(self.model)
+        self.run_id = uuid.uuid4().hex[:8]  # by which a tracker knows it again
+        self.identity = identity_of(self)
+        self.step = 0  # updates so far
+        self.page_examples: list[dict] = []  # groups of completions that credit.html shows
+        self.is_updating = False
+        self.is_interrupted = False  # a signal has come: end after the updates of this rollout
+
+    @property
+    def rollout_number(self) -> int:
+        """The number of the rollout that the next update is on."""
+        return self.step // self.updates_per_rollout
+
+    def has_reached(self, interval: int, former_step: int) -> bool:
+        """Returns whether a multiple of `interval` came after `former_step`, or training is over.
+
+        An interval of 0 is never reached.
+        """
+        return interval > 0 and (
+            self.step >= self.args.max_steps or self.step // interval > former_step // interval
+        )
+
+
 def load_policy(args: Args, device: torch.device) -> PeftModel:
     """Returns the base model in NF4, with a new adapter or the one that the run starts from."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # may give NaN gradients (pytorch#196678)

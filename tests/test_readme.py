@@ -21,7 +21,7 @@ METHOD, REWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 PLACES = {
     "formulas (line {})": '"""GRPO',
     "flags ({})": "# ---- Flags",
-    "what the steps share ({})": "# ---- What the steps",
+    "what a step hands to the next ({})": "# ---- What a step",
     "the method ({})": "# === CREDIT",
     "the loop with its steps ({})": "# ---- The loop",
     "Line {} ends the algorithm": "# ---- Rollout",
