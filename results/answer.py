@@ -265,8 +265,10 @@ class Group(NamedTuple):
 
     def above_grpo(self) -> str:
         """Returns on how many seeds the method ends above GRPO."""
+        if self.method == GRPO or not self.is_there():
+            return ""
         own, others = pairs_of(self, self.of(GRPO))
-        return f"{(own[:, -1] > others[:, -1]).sum()} of {len(own)}" if self.method != GRPO else ""
+        return f"{(own[:, -1] > others[:, -1]).sum()} of {len(own)}"
 
     def median(self) -> str:
         return f"{np.median(self.last('sampled')):.3f}"
@@ -294,6 +296,9 @@ class Group(NamedTuple):
         values = [line.get(name) or otherwise for line in lines]
         numbers = [float(value) for value in values if value]
         return f"{np.mean(numbers):.{places}f}" if numbers else "?"
+
+
+SMOLLM2_AGAIN = Group("smollm2", 1, "4e-4", GRPO_AGAIN)
 
 
 @cache
@@ -402,33 +407,22 @@ def table_of(groups: list[Group], columns: dict[str, str]) -> Table:
     return table
 
 
-def grpo_again() -> list[Group]:
-    """Returns GRPO's runs that draw groups again, if there are enough of a method's beside them."""
-    grpo = Group("smollm2", 1, "4e-4", GRPO_AGAIN)
-    most_seeds = max(len(grpo.beside(method).lines()) for method in SHOWN)
-    return [grpo] if most_seeds >= FEWEST_SEEDS else []
-
-
 def result() -> Table:
     """The result in six rows, at GRPO's own learning rates."""
-    studies = {
-        "wrong policy": ("wrong_policy", 1),
-        "the same, four updates a rollout": ("wrong_policy", 4),
-        "nearly right policy": ("sharpening", 1),
+    grpos = {
+        "wrong policy": Group("wrong_policy", 1, "0.002", GRPO),
+        "the same, four updates a rollout": Group("wrong_policy", 4, "0.001", GRPO),
+        "nearly right policy": Group("sharpening", 1, "0.002", GRPO),
+        "SmolLM2, groups drawn again": SMOLLM2_AGAIN,
     }
-    again = ["SmolLM2, groups drawn again" for _ in grpo_again()]
-    table = [["method", *studies, "SmolLM2: runs above 0.3, 0.5, 0.8", *again, "time of a step"]]
+    table = [["method", *grpos, "time of a step"]]
     times = {"right answers only": "1 or less", "least variance": "not counted"}
     for row in read_csv(DATA / "step_times/table.csv"):
         times[NAMES.get(row["credit"], GRPO)] = row["ratio"]
     for method in (GRPO, "right answers only", "ARCA", "OAR-G", "S-trace", "least variance"):
         name = "the best of three oracles" if method == "least variance" else method
-        cells = [name]
-        for study, updates in studies.values():
-            cells.append(Group(study, updates, STUDIES[study].rates[updates], method).end())
-        cells.append(Group("smollm2", 1, "4e-4", method).heights())
-        cells += [grpo.beside(method).end() for grpo in grpo_again()]
-        table.append([*cells, times[method]])
+        ends = [grpo.beside(method).end() for grpo in grpos.values()]
+        table.append([name, *ends, times[method]])
     return table
 
 
@@ -492,12 +486,12 @@ def drawn_again() -> Table:
 def three_policies() -> Table:
     """How far the main methods are above GRPO on each of three wrong policies, and on average."""
     studies = ("wrong_policy", "wrong_policy_2", "wrong_policy_3")
-    grpos = [Group(study, 1, STUDIES[study].rates[1], GRPO) for study in studies]
-    counts = [f"{TITLES[grpo.study]} ({grpo.seeds()} seeds)" for grpo in grpos]
-    table = [["end, at the rate 0.002", *counts, "mean of the three", "mean of the areas"]]
+    grpos = [Group(study, 1, "0.001", GRPO) for study in studies]
+    table = [["end at the rate 0.001, seeds above GRPO", *(TITLES[study] for study in studies),
+              "mean of the three", "mean of the areas"]]  # fmt: skip
     for method in MAIN:
         groups = [grpo.of(method) for grpo in grpos]
-        ends = [group.end() for group in groups]
+        ends = [f"{group.end()}, {group.above_grpo()}".removesuffix(", ") for group in groups]
         means = [over_policies(groups, figure) for figure in ("end", "area")]
         table.append([method, *ends, *means])
     return table
@@ -731,8 +725,8 @@ def main() -> None:
         Group("wrong_policy", 4, "0.001", GRPO),
         Group("sharpening", 4, "0.001", GRPO),
     ]
-    draw_differences(OUTPUT / "differences.png", grpos + grpo_again())
-    draw_curves(OUTPUT / "curves.png", grpos[:2] + grpo_again())
+    draw_differences(OUTPUT / "differences.png", [*grpos, SMOLLM2_AGAIN])
+    draw_curves(OUTPUT / "curves.png", [*grpos[:2], SMOLLM2_AGAIN])
 
 
 if __name__ == "__main__":

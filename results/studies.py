@@ -105,7 +105,7 @@ SMOLLM2 = Study({1: "4e-4"}, 20, 5, 32, {
     "gradient_checkpointing": False,
     "max_eval_samples": 36,
     "num_generations_eval": 8,
-    "per_device_eval_batch_size": 144,
+    "per_device_eval_batch_size": 324,
 })  # fmt: skip
 STUDIES = {
     "wrong_policy": WRONG_POLICY,
@@ -130,7 +130,8 @@ PLAN = [  # study, methods, updates, learning rate (None: GRPO's), seeds
     ("wrong_policy", ["ARCA, p = 2", "S-trace, normalized"], 4, None, 8),
     ("wrong_policy", ["GRPO, 8 completions"], 1, None, 8),
     ("wrong_policy_2", MAIN, 1, None, 4),
-    ("wrong_policy_3", MAIN, 1, None, 4),
+    ("wrong_policy_2", MAIN, 1, "0.001", 4),
+    ("wrong_policy_3", MAIN, 1, "0.001", 4),
     ("sharpening", [GRPO, "right answers only"], 1, None, 16),
     ("sharpening", ["GRPO, 8 completions"], 1, None, 8),
     ("sharpening", [*MAIN, "ARCA's weights, shuffled", "S-trace, normalized"], 1, None, 8),
