@@ -460,26 +460,13 @@ def sharpening() -> Table:
     })  # fmt: skip
 
 
-def smollm2(study: str = "smollm2") -> Table:
-    """Runs on SmolLM2 at GRPO's rate. Of those that draw groups again, only GRPO's are here."""
-    groups = []
-    for group in at_grpos_rate(study):
-        has_own_table = group.method in AGAIN and group.method != GRPO_AGAIN
-        if len(group.lines()) >= 8 and not has_own_table:
-            groups.append(group)
-    return table_of(groups, {
-        "method": "method", "rate": "rate", "above 0.3, 0.5, 0.8": "heights",
-        "ends above GRPO": "above_grpo", "end, lowest to highest": "sampled_range",
-        "median": "median", "cut": "cut", "completions a rollout": "completions",
-    })  # fmt: skip
-
-
-def drawn_again() -> Table:
-    """Runs on SmolLM2 that draw groups again, compared with GRPO's that do."""
-    return table_of([group for group in at_grpos_rate("smollm2") if group.method in AGAIN], {
+def smollm2() -> Table:
+    """GRPO's runs on SmolLM2, and those that draw groups again, compared with GRPO's that do."""
+    names = (GRPO, *AGAIN)
+    return table_of([group for group in at_grpos_rate("smollm2") if group.method in names], {
         "method": "method", "rate": "rate", "seeds": "seeds", "failed seeds": "failed_seeds",
-        "area": "area", "end": "end", "end, lowest to highest": "sampled_range", "cut": "cut",
-        "completions a rollout": "completions",
+        "area": "area", "end": "end", "end, lowest to highest": "sampled_range",
+        "median": "median", "cut": "cut", "completions a rollout": "completions",
     })  # fmt: skip
 
 
@@ -566,8 +553,13 @@ def rivals() -> Table:
 
 
 def smollm2_float32() -> Table:
-    """The same as `smollm2`, in float32."""
-    return smollm2("smollm2_float32")
+    """Eight runs or more of a method on SmolLM2 in float32."""
+    groups = [group for group in at_grpos_rate("smollm2_float32") if len(group.lines()) >= 8]
+    return table_of(groups, {
+        "method": "method", "rate": "rate", "above 0.3, 0.5, 0.8": "heights",
+        "ends above GRPO": "above_grpo", "end, lowest to highest": "sampled_range",
+        "median": "median", "cut": "cut", "completions a rollout": "completions",
+    })  # fmt: skip
 
 
 def rivals_worth() -> Table:
@@ -634,7 +626,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
         result, tests, wrong_policy, sharpening,
-        smollm2, drawn_again, three_policies, worth, laws, rivals, smollm2_float32,
+        smollm2, three_policies, worth, laws, rivals, smollm2_float32,
         rivals_worth, tokens,
     )
 }  # fmt: skip
