@@ -261,7 +261,9 @@ class Group(NamedTuple):
 
     def heights(self) -> str:
         """Returns how many runs end above each of three heights: "9, 8, 6 of 12"."""
-        return heights_of(pairs_of(self, self)[0]) if self.is_there() else "not run"
+        ends = self.last("sampled")
+        counts = [str(sum(end > height for end in ends)) for height in (0.3, 0.5, 0.8)]
+        return f"{', '.join(counts)} of {len(ends)}"
 
     def above_grpo(self) -> str:
         """Returns on how many seeds the method ends above GRPO."""
@@ -341,12 +343,6 @@ def at_grpos_rate(study: str) -> list[Group]:
     """Returns the groups of a study at the learning rates that GRPO has there."""
     rates = STUDIES[study].rates
     return [group for group in groups_of(study) if group.rate == rates.get(group.updates)]
-
-
-def heights_of(curves: np.ndarray) -> str:
-    """Returns how many of the curves end above each of three heights: "9, 8, 6 of 12"."""
-    counts = [str((curves[:, -1] > height).sum()) for height in (0.3, 0.5, 0.8)]
-    return f"{', '.join(counts)} of {len(curves)}"
 
 
 def figure_of(curves: np.ndarray, figure: str) -> np.ndarray:
@@ -478,7 +474,10 @@ def three_policies() -> Table:
               "mean of the three", "mean of the areas"]]  # fmt: skip
     for method in MAIN:
         groups = [grpo.of(method) for grpo in grpos]
-        ends = [f"{group.end()}, {group.above_grpo()}".removesuffix(", ") for group in groups]
+        ends = []
+        for group in groups:
+            above = group.above_grpo()
+            ends.append(f"{group.end()}, {above}" if above else group.end())
         means = [over_policies(groups, figure) for figure in ("end", "area")]
         table.append([method, *ends, *means])
     return table
@@ -684,24 +683,26 @@ def draw_differences(path: Path, studies: list[Group]) -> None:
 
 
 def draw_curves(path: Path, studies: list[Group]) -> None:
-    """Saves the mean learning curves of main methods without failed runs, with a panel a study."""
+    """Saves mean learning curves over the seeds that all methods without failed runs have."""
     figure, panels = plt.subplots(1, len(studies), figsize=(14, 4.2), layout="constrained")
     for panel, grpo in zip(panels, studies, strict=True):
         study = STUDIES[grpo.study]
+        curves_of = {}  # method -> seed -> curve
         for method in (*SHOWN, GRPO):
             group = grpo.beside(method)
-            curves = list(group.curves().values())
-            if len(curves) >= FEWEST_SEEDS and not group.failed_seeds():
-                rollouts = np.arange(len(curves[0])) * study.every
-                width = 2.5 if method == GRPO else 1.5
-                label = f"{method} ({len(curves)})"
-                mean = np.mean(curves, 0)
-                panel.plot(rollouts, mean, color=COLORS[method], linewidth=width, label=label)
+            if len(group.lines()) >= FEWEST_SEEDS and not group.failed_seeds():
+                curves_of[method] = group.curves()
+        seeds = set.intersection(*(set(curves) for curves in curves_of.values()))
+        for method, curves in curves_of.items():
+            mean = np.mean([curves[seed] for seed in seeds], 0)
+            rollouts = np.arange(len(mean)) * study.every
+            width = 2.5 if method == GRPO else 1.5
+            panel.plot(rollouts, mean, color=COLORS[method], linewidth=width, label=method)
         title = f"{grpo.title()}{grpo.method.removeprefix(GRPO)}, rate {grpo.rate}"
         panel.set_title(title, loc="left", fontsize=10)
         panel.set_xlabel(f"rollouts of {study.completions} completions")
         panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize=8, title="method (seeds)", title_fontsize=8)
+        panel.legend(frameon=False, fontsize=8, title=f"{len(seeds)} seeds", title_fontsize=8)
     panels[0].set_ylabel("held-out sampled accuracy, mean over seeds")
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -9,8 +9,8 @@
 A method is a file as tools/fork.py describes it, or a script with CREDIT regions; with flags, put
 it in quotes. The flags after `--` go to all methods and to plain GRPO, with which they are
 compared. Every method gets the same batches, each a rollout with those flags by the same policy,
-and turns each batch into a gradient of the adapter. The table shows, with intervals over batches
-that cover at least 95%:
+and turns each batch into a gradient of the adapter. The table shows, with 95%
+bootstrap intervals over batches:
 
     worth        the signal-to-noise ratio |mean|^2 / variance of the batch gradients, divided by
                  that of plain GRPO
