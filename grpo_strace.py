@@ -35,8 +35,12 @@ How to read this file: first come the flags, and the Batch of completions that t
 hand on. The method stands between the CREDIT marks. Then comes the training loop, `train`, and its
 steps: `collect`, `score` and `update`. They are followed by the policy's log-probabilities. The
 rest is machinery: sampling, set-up, checkpoints and the command line. Set-up begins with the Run,
-whose model, problems and settings all steps use. Except for this text, everything outside the
-CREDIT marks is the same in every grpo_*.py script.
+which all steps share: `run.model` is the model with its adapter, and `run.policy` the module around
+it that returns log-probs and hidden states. Except for this text, everything outside the CREDIT
+marks is the same in every grpo_*.py script, so a few arguments here serve only the others.
+
+A rollout of `rollout_size` completions, of all processes, is trained on in `updates_per_pass`
+updates of `update_size` completions each. --num_iterations passes make `updates_per_rollout`.
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
@@ -113,7 +117,7 @@ LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
-Positive = Annotated[int, 1, 1e18]  # with its range; a number without one may be 0 to 1e18
+Positive = Annotated[int, 1, 1e18]  # a type with its range; that of plain numbers is 0 to 1e18
 
 
 def flag(default: Any, help: str) -> Any:
@@ -143,7 +147,9 @@ class Args:
     lora_target_modules: list[str] = flag(["all-linear"], "linear layers that get a new adapter")
     # data and reward
     dataset_name: str = flag("chain_arithmetic", "embedded, Hub id, or .jsonl/.json/.csv/.parquet")
-    dataset_config: str | None = flag(None, "of a Hub data set; embedded: operations, 2 to 8")
+    dataset_config: str | None = flag(
+        None, "config of a Hub data set; embedded: operations, 2 to 8"
+    )
     dataset_train_split: str = flag("train", "split to train on")
     dataset_test_split: str = flag("test", "split to evaluate on")
     shuffle_dataset: bool = flag(True, "shuffle the problems in every epoch")
@@ -152,7 +158,9 @@ class Args:
     answer_column: str | None = flag(None, "column of the gold answer, if not answer|solution")
     system_prompt: str | None = flag(None, "system message before every problem")
     chat_template_kwargs: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
-    reward_funcs: list[str] = flag(["accuracy_reward"], "this, or module.function of your own")
+    reward_funcs: list[str] = flag(
+        ["accuracy_reward"], "accuracy_reward, or your own module.function"
+    )
     reward_weights: list[float] | None = flag(None, "weight of each reward function; default 1")
     # rollout
     num_generations: Annotated[int, 2, 1e18] = flag(8, "completions per prompt: the group size G")
@@ -166,9 +174,11 @@ class Args:
     max_resample_times: int = flag(
         0, "replace a group with equal rewards by one of another problem, at most this often"
     )
-    rollout_weights: Literal["dense", "quantized"] = flag("dense", "weights: a dense copy | NF4")
+    rollout_weights: Literal["dense", "quantized"] = flag(
+        "dense", "sample with a dense copy | with NF4"
+    )
     per_device_rollout_batch_size: int = flag(
-        0, "completions sampled at once, as the key-value cache must hold them; 0: all"
+        0, "completions sampled at once, which limits the key-value cache; 0: all"
     )
     cuda_graphs: bool = flag(True, "record sampling on a GPU; False: for a model that refuses it")
     # batch: prompts per rollout = batch size * steps_per_generation * processes / num_generations
@@ -191,7 +201,9 @@ class Args:
     epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon")
     epsilon_high: float | None = flag(None, "and above 1 + this; default: epsilon")
     beta: float = flag(0.0, "weight of the k3 KL to the policy before training")
-    use_bias_correction_kl: bool = flag(True, "multiply the KL by the ratio, with its gradient")
+    use_bias_correction_kl: bool = flag(
+        True, "multiply the KL by the ratio, and differentiate both"
+    )
     mask_truncated_completions: bool = flag(False, "leave unfinished completions out of the loss")
     # === CREDIT ===
     credit: Literal["s_trace", "p_trace", "gspo", "grpo_lambda", "uniform"] = flag(
@@ -281,7 +293,7 @@ class Batch:
     old_logp: Tensor = NOT_SET  # [B, T] before the first of several updates, in training mode
     reference_logp: Tensor = NOT_SET  # [B, T] under the policy before training, if beta needs it
     scores: Tensor = NOT_SET  # [B, T] the credit signal
-    credit: Tensor = NOT_SET  # [B, T] what `surrogate_terms` reads: often the weights
+    credit: Tensor = NOT_SET  # [B, T] what `surrogate_terms` reads; in ARCA the weights
     weights: Tensor = NOT_SET  # [B, T] for metrics and credit.html: 1 on average over a completion
     bounds: tuple = ()  # low and high limit of the ratio, if the method sets its own
 
@@ -300,13 +312,11 @@ class Batch:
 
     def select(self, index: Tensor) -> Batch:
         """Returns a batch of the completions `index`."""
-        part = replace(self)
-        for name, value in self.per_completion().items():
-            if isinstance(value, list):
-                setattr(part, name, [value[i] for i in index.tolist()])
-            else:
-                setattr(part, name, value[index])
-        return part
+        chosen: dict[str, Any] = {
+            name: value[index] if isinstance(value, Tensor) else [value[i] for i in index.tolist()]
+            for name, value in self.per_completion().items()
+        }
+        return replace(self, **chosen)
 
     def put(self, index: Tensor, part: Batch) -> None:
         """Replaces the completions `index` by those of a batch of the same widths."""
@@ -315,7 +325,7 @@ class Batch:
                 value[i] = item
 
     def trimmed(self) -> Batch:
-        """Returns the batch without columns that are only padding. Only before it is scored."""
+        """Returns the batch, not scored yet, without columns that are only padding."""
         used_columns = self.attention.any(0).nonzero()
         start = int(used_columns[0])
         end = int(used_columns[-1]) + 1
@@ -447,22 +457,16 @@ def train(run: Run) -> None:
         former_step = run.step
         metrics: dict[str, float] = {}
         batch = collect(run, metrics)
-        run.log.write_completions(
-            run.step + 1, "train", batch.problems, batch.texts, batch.rewards, batch.truncated
-        )
-        updates = micro_batches(run, batch)
+        run.log.write_completions(run.step + 1, "train", batch, batch.rewards)
+        updates = micro_batches(run, batch)  # of each update
         all_micros = [micro for micros in updates for micro in micros]
         score(run, batch, all_micros, metrics)
-        # credit.html shows the rollout after each evaluation, and the last one.
-        if was_evaluated or run.step + run.updates_per_rollout >= args.max_steps:
-            run.page_examples += credit_example(
-                run.tokenizer, all_micros, args.num_generations, run.step, args.system_prompt
-            )
 
         # Update the policy. If a reward function has swallowed a Ctrl-C or SIGTERM, end the run.
         if run.is_interrupted:
             raise KeyboardInterrupt
         run.is_updating = True  # a signal now waits for the end of the updates
+        # The list is repeated, for one pass after another.
         for micros in (updates * args.num_iterations)[: args.max_steps - run.step]:
             with timed(metrics, "seconds_update"):
                 metrics |= update(run, micros)
@@ -470,13 +474,19 @@ def train(run: Run) -> None:
             run.log.write({"step": run.step} | metrics)
             # The next row repeats the rollout's metrics, but its seconds are counted once.
             metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
+        # credit.html shows the rollout after each evaluation, and the last one.
+        if was_evaluated or run.step >= args.max_steps:
+            run.page_examples += credit_example(
+                run.tokenizer, all_micros, args.num_generations, former_step, args.system_prompt
+            )
         run.is_updating = False
         if run.is_interrupted:
             raise KeyboardInterrupt
         if run.log.has_diverged():
             fail(
                 "loss or gradient not finite in ten updates in a row: delete checkpoints from step "
-                f"{run.step - 10} on, which may be ruined, lower --learning_rate and go on"
+                f"{run.step - 9 - run.updates_per_rollout} on, which may be ruined, lower "
+                "--learning_rate and go on"
             )
 
         # Save a checkpoint and evaluate, where they are due.
@@ -507,8 +517,8 @@ def collect(run: Run, metrics: dict) -> Batch:
     with timed(metrics, "seconds_rollout"):
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
-            groups = batch.function_rewards.unflatten(0, (-1, args.num_generations))
-            places = rows_without_signal(aggregated_advantages(args, groups, run.reward_weights))
+            rewards = batch.function_rewards.unflatten(0, (-1, args.num_generations))
+            places = rows_without_signal(aggregated_advantages(args, rewards, run.reward_weights))
             if len(places) > 0:
                 batch.put(places, sample_attempt(run, rows[places.cpu()], attempt, logged))
 
@@ -528,15 +538,8 @@ def collect(run: Run, metrics: dict) -> Batch:
     loss_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item()
     batch.update_tokens = loss_tokens / run.updates_per_pass
 
-    metrics |= log_means(logged) | rollout_metrics(
-        accelerator,
-        batch.rewards,
-        advantages,
-        batch.mask,
-        batch.truncated,
-        batch.entropy,
-        metrics["seconds_rollout"],
-    )
+    metrics |= log_means(logged)
+    metrics |= rollout_metrics(accelerator, batch, advantages, metrics["seconds_rollout"])
     return batch
 
 
@@ -548,11 +551,12 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     """
     args = run.args
     suffix = f" attempt {attempt}" if attempt > 0 else ""
+    # A group that is drawn again takes its problem from another shuffle.
     shuffle_seed = f"{args.seed}{suffix}" if args.shuffle_dataset or attempt > 0 else None
-    prompts = (rows + run.rollout_number * run.rollout_size) // args.num_generations
+    positions = (rows + run.rollout_number * run.rollout_size) // args.num_generations
     problems = [
-        run.train_set[problem_at(prompt, len(run.train_set), shuffle_seed)]
-        for prompt in prompts.tolist()
+        run.train_set[problem_at(position, len(run.train_set), shuffle_seed)]
+        for position in positions.tolist()
     ]
     draws = row_draws(
         args.seed,
@@ -567,16 +571,17 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
         rows,
         problems,
         draws,
-        args.per_device_rollout_batch_size,
-        run.reward_funcs,
-        logged,
+        batch_size=args.per_device_rollout_batch_size,
+        reward_funcs=run.reward_funcs,
+        logged=logged,
     )
 
 
 def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
     """Returns each update's micro-batches: completions with a gradient, sorted by length.
 
-    Without a KL term, the loss mask of a completion whose advantage is 0 is cleared first.
+    Sorted, they need little padding. Without a KL term, a completion whose advantage is 0 has no
+    gradient, so its loss mask is cleared first.
     """
     if run.args.beta == 0:
         batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
@@ -597,19 +602,20 @@ def aggregated_advantages(args: Args, rewards: Tensor, weights: Tensor) -> Tenso
     if args.multi_objective_aggregation == "sum_then_normalize":
         advantages = group_advantages(weighted_sum(rewards, weights), args.scale_rewards)
     else:  # GDPO (arXiv 2601.05242): normalize each function by group, then the sum by batch
-        # Unknown rewards stay NaN. Below, `view(1, -1)` makes one group of the whole batch.
-        each = group_advantages(rewards, "group").where(~rewards.isnan(), torch.nan)
+        each = group_advantages(rewards, "group").where(~rewards.isnan(), torch.nan)  # unknown: NaN
         total = weighted_sum(each, weights)
+        # `view(1, -1)` makes one group of the whole batch.
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
         advantages[total == 0] = 0.0  # as the mean of all is 0, but for rounding
     return advantages.float()
 
 
 def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
-    """Returns advantages: rewards [prompts, G, ...] minus their group's mean, over a deviation.
+    """Returns advantages: rewards [prompts, G, ...] minus their group's mean, then divided.
 
-    As in TRL, 1e-4 is added to the standard deviation. A reward is NaN if no reward function
-    applied; it is left out of every mean and deviation, and its advantage is 0.
+    The divisor is the standard deviation that `scale_rewards` names, plus 1e-4, as in TRL. A reward
+    is NaN if no reward function applied; it is left out of every mean and deviation, and its
+    advantage is 0.
     """
     is_known = ~rewards.isnan()
     # Subtract the best reward first: then equal rewards give exactly 0, without rounding.
@@ -618,7 +624,7 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     degrees_of_freedom = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)  # G - 1 if all are known
     variance = centered.square().sum(1, keepdim=True) / degrees_of_freedom
     divisors: dict[str, Any] = {
-        "group": variance.sqrt() + 1e-4,  # [prompts, 1]
+        "group": variance.sqrt() + 1e-4,  # [prompts, 1, ...]
         "batch": rewards[is_known].std() + 1e-4,
         "none": 1.0,
     }
@@ -647,20 +653,7 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
         micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
-    metrics |= means(
-        run.accelerator,
-        [
-            credit_averages(
-                micro.weights,
-                micro.mask,
-                micro.advantages,
-                micro.loss_mask,
-                micro.sampled_logp,
-                micro.reference_logp,
-            )
-            for micro in micros
-        ],
-    )
+    metrics |= means(run.accelerator, [credit_averages(micro) for micro in micros])
 
 
 def update(run: Run, micros: list[Batch]) -> dict[str, float]:
@@ -670,7 +663,8 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     total_loss = torch.zeros((), device=accelerator.device)
     averages = []
     for micro in micros:
-        with contextlib.nullcontext() if micro is micros[-1] else accelerator.no_sync(run.policy):
+        is_last = micro is micros[-1]
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(run.policy):
             logp = training_forward(run, micro)
             old_logp = logp.detach() if micro.old_logp is NOT_SET else micro.old_logp
             loss, clipped = policy_loss(run, micro, logp, old_logp)
@@ -723,19 +717,19 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], and only `logp` carries gradients. The divisors also count completions
-    whose advantage is 0 (for dapo their tokens, as a mean over the updates of a rollout). So the
-    sum of an update's losses does not depend on how it is split into micro-batches.
+    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. The divisors also
+    count completions whose advantage is 0 (for dapo their tokens, as a mean over the updates of a
+    rollout). So the sum of an update's losses does not depend on how it is split into
+    micro-batches.
     """
     args = run.args
-    log_ratio = torch.where(micro.mask, logp - old_logp, 0.0)  # padding must not overflow in exp
-    log_importance, advantages = surrogate_terms(args, micro, log_ratio)
+    log_importance, advantages = surrogate_terms(args, micro, logp - old_logp)
     ratio = log_importance.exp()
     epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     low, high = micro.bounds or (1 - args.epsilon, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
     if args.beta > 0:
-        reference_log_ratio = torch.where(micro.mask, micro.reference_logp - logp, 0.0)
+        reference_log_ratio = micro.reference_logp - logp
         kl = reference_log_ratio.exp() - reference_log_ratio - 1  # k3, joschu.net/blog/kl-approx
         if args.use_bias_correction_kl:  # the gradient of the reverse KL, arXiv 2512.02556
             kl = kl * ratio
@@ -758,7 +752,7 @@ def evaluate(run: Run) -> None:
     All evaluations use the same random numbers.
     """
     own_funcs = {name: function for name, function in run.reward_funcs.items() if function}
-    # None stands for the grader. It comes first, by an empty name, which no function has.
+    # As in run.reward_funcs, None is the grader. Its name is empty here, which no function's is.
     grader: dict[str, Any] = {"": None}
     kinds = {"greedy": (1, grader), "sampled": (run.args.num_generations_eval, grader | own_funcs)}
     verdicts: list[Any] = []  # of each answer: kind, number of the problem, truncated, and rewards
@@ -773,19 +767,12 @@ def evaluate(run: Run) -> None:
             rows,
             [run.held_out[n] for n in numbers],
             row_draws(run.args.seed, "eval", 0, rows, run.args.max_completion_length, samples),
-            run.args.per_device_eval_batch_size,
-            functions,
+            batch_size=run.args.per_device_eval_batch_size,
+            reward_funcs=functions,
             logged={},
             is_greedy=kind == "greedy",
         )
-        run.log.write_completions(
-            run.step,
-            kind,
-            batch.problems,
-            batch.texts,
-            batch.function_rewards[:, 0],
-            batch.truncated,
-        )
+        run.log.write_completions(run.step, kind, batch, batch.function_rewards[:, 0])
         verdicts += zip(
             [kind] * len(rows),
             numbers,
@@ -810,8 +797,9 @@ class LogProbs(nn.Module):
     def forward(self, micro: Batch, needs_logp: bool = True) -> tuple[Tensor, Tensor]:
         """Returns log-probs [B, T] at the sampling temperature, and hidden states [B, T, H].
 
-        The hidden states are after the final norm, at the positions that predict the tokens. Where
-        log-probs are not needed, they are NOT_SET: the head is a large part of a small model.
+        Log-probs are 0 on padding. The hidden states are after the final norm, at the positions
+        that predict the tokens. Where log-probs are not needed, they are NOT_SET: the head is a
+        large part of a small model.
         """
         base = self.model.get_base_model()
         attention = micro.attention.long()
@@ -822,9 +810,8 @@ class LogProbs(nn.Module):
         cached = micro.prompt_width - 1
         cache = prompt_cache(self.model, micro.ids[:, :cached], attention[:, :cached])
         start = 0 if cache is None else cached
-        hidden = hidden_states(  # [B, T, H]: the last T positions
-            base, micro.ids[:, start:-1], attention[:, :-1], cache
-        )[:, -targets.shape[1] :]
+        hidden = hidden_states(base, micro.ids[:, start:-1], attention[:, :-1], cache)
+        hidden = hidden[:, -targets.shape[1] :]  # [B, T, H]
         if not needs_logp:
             return NOT_SET, hidden
 
@@ -832,10 +819,10 @@ class LogProbs(nn.Module):
         size = max(1, LOGITS_PER_CHUNK // len(base.get_output_embeddings().weight))
         chunks = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
         losses = [
-            torch.utils.checkpoint.checkpoint(self.cross_entropy, *c, use_reentrant=False)
-            for c in chunks
+            torch.utils.checkpoint.checkpoint(self.cross_entropy, *chunk, use_reentrant=False)
+            for chunk in chunks
         ]
-        return -torch.cat(losses).view(targets.shape) * micro.mask, hidden
+        return torch.where(micro.mask, -torch.cat(losses).view(targets.shape), 0.0), hidden
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:  # [n, H], [n] -> [n]
         logits = head_logits(self.model.get_base_model(), hidden)  # [n, V]
@@ -859,7 +846,7 @@ def prompt_cache(
         )
     ):
         return None
-    cache = transformers.DynamicCache()
+    cache = transformers.DynamicCache()  # without a config, every layer keeps all positions
     read_prompts(model.get_base_model(), torch.where(attention > 0, ids, -1), cache)
     return cache
 
@@ -883,6 +870,7 @@ def hidden_states(
     `attention` [B, P + N] includes cached tokens, and may end with columns that are still 0.
     """
     are_embeddings = inputs.is_floating_point()
+    # After the last token, the count and so the position stay what they are there.
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     return base.base_model(
         input_ids=None if are_embeddings else inputs,
@@ -918,7 +906,8 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
     bf16_parameters = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
     try:
         for layer in layers:
-            # A backward pass computes the dense weight again, so that not all of them are kept.
+            # This hides the class's method. A backward pass, which OAR-G needs, computes the dense
+            # weight again, so that not all of them are kept.
             layer.forward = functools.partial(
                 torch.utils.checkpoint.checkpoint, nf4_in_fp32, layer, use_reentrant=False
             )
@@ -950,7 +939,7 @@ def row_draws(
 ) -> Tensor:
     """Returns random numbers [B, length] in [0, 1) from the seed, purpose, rollout and row alone.
 
-    A row is prompt * group_size + sample.
+    A row is prompt * group_size + sample. A larger group begins with the samples of a smaller one.
     """
     pairs = [divmod(row, group_size) for row in rows.tolist()]
     row_seeds = [key_seed(seed, purpose, rollout, prompt, sample) for prompt, sample in pairs]
@@ -964,10 +953,10 @@ def sample_tokens(
     """Samples a token for each row of logits [B, V] by inverse CDF, from its draw [B] in [0, 1).
 
     Returns tokens, log-probs and entropies, all [B]. The last two are of the distribution that is
-    trained: the one before top_p. A temperature of 0 is greedy.
+    trained: the one before top_p. A temperature of 0 is greedy, and they are those of 1.
     """
-    logp = logits.float() / (temperature or 1.0)
-    logp = logp.clamp_(min=-1e6).log_softmax(-1)  # [B, V], finite: 0 * inf would be NaN below
+    scaled = logits.float() / (temperature or 1.0)
+    logp = scaled.clamp_(min=-1e6).log_softmax(-1)  # [B, V], finite: 0 * inf would be NaN below
     entropy = -(logp.exp() * logp).sum(-1)
     if temperature == 0:
         return logp.argmax(-1), logp.amax(-1), entropy
@@ -993,43 +982,46 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
     """
     base = run.model.get_base_model()
     length = draws.shape[1]  # T
-    begin = prompt_ids.shape[1]  # column of the first token
-    first = int((prompt_ids >= 0).any(0).nonzero()[0])  # first column with a token in any row
+    prompt_width = prompt_ids.shape[1]  # P
+    left = int((prompt_ids >= 0).any(0).nonzero()[0])  # columns of padding alone, not in the cache
     ids = F.pad(prompt_ids, (0, length), value=-1)  # [B, P + T]
     logp = torch.zeros(ids.shape, device=ids.device)
     entropy = torch.zeros_like(logp)
-    rows = torch.arange(len(ids), device=ids.device)  # [n] of completions not ended
-    column = torch.tensor([begin], device=ids.device)  # [1] of the next token
-    cache = transformers.StaticCache(config=base.config, max_cache_len=begin - first)
+    places = torch.arange(len(ids), device=ids.device)  # [n] of completions that have not ended
+    column = torch.tensor([prompt_width], device=ids.device)  # [1] of the next token
+    cache = transformers.StaticCache(config=base.config, max_cache_len=prompt_width - left)
     # A sliding-window layer counts its position on the host, where a CUDA graph cannot update it.
     cache.layers = [
-        StaticLayer(begin - first) if is_sliding else layer
+        StaticLayer(prompt_width - left) if is_sliding else layer
         for layer, is_sliding in zip(cache.layers, cache.is_sliding, strict=True)
     ]
 
-    def step(rows: Tensor, hidden: Tensor, end: int) -> None:
-        """Samples the tokens of the column from hidden states [n, H], and reads them."""
-        at = (rows, column)
+    def step(places: Tensor, hidden: Tensor, end: int) -> None:
+        """Samples the tokens of the column from hidden states [n, H], and reads them.
+
+        Tensors are changed in place, so that a recorded step can be replayed.
+        """
+        at = (places, column)
         ids[at], logp[at], entropy[at] = sample_tokens(
             head_logits(base, hidden),
-            draws[rows, column - begin],
+            draws[places, column - prompt_width],
             0.0 if is_greedy else run.args.temperature,
             run.args.top_p,
         )
-        attention = (ids[rows, first:end] >= 0).long()  # [n, tokens that the cache has room for]
-        hidden.copy_(hidden_states(base, ids[rows, column, None], attention, cache)[:, -1])
+        attention = (ids[places, left:end] >= 0).long()  # [n, tokens that the cache has room for]
+        hidden.copy_(hidden_states(base, ids[places, column, None], attention, cache)[:, -1])
         column.add_(1)
 
-    hidden = read_prompts(base, prompt_ids[:, first:], cache)[:, -1]  # [n, H]
-    for start in range(0, length, SEGMENT):
+    hidden = read_prompts(base, prompt_ids[:, left:], cache)[:, -1]  # [n, H]
+    for sampled in range(0, length, SEGMENT):  # tokens of each completion so far
         # Drop the completions that have ended, and make room for a segment of the others.
-        has_ended = torch.isin(ids[rows, begin:], run.eos_ids).any(1)  # [n]
+        has_ended = torch.isin(ids[places, prompt_width:], run.eos_ids).any(1)  # [n]
         if has_ended.all():
             break
-        rows = rows[~has_ended]
+        places = places[~has_ended]
         hidden = hidden[~has_ended]
         cache.reorder_cache((~has_ended).nonzero().squeeze(1))
-        room = min(SEGMENT, length - start)
+        room = min(SEGMENT, length - sampled)
         for layer in cache.layers:
             if isinstance(layer, StaticLayer):  # linear attention has a state of fixed size
                 layer.keys = F.pad(layer.keys, (0, 0, 0, room))
@@ -1038,7 +1030,7 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
 
         # All steps of a segment use the same tensors, and the host reads none of them. So on a GPU
         # the first step warms up, and the second is recorded and replayed.
-        advance: Callable = functools.partial(step, rows, hidden, begin + start + room)
+        advance: Callable = functools.partial(step, places, hidden, prompt_width + sampled + room)
         for i in range(room):
             if i == 1 and CUDA and run.args.cuda_graphs:
                 graph = torch.cuda.CUDAGraph()
@@ -1047,7 +1039,7 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
                     advance()
                 advance = graph.replay
             advance()
-    return ids, logp[:, begin:], entropy[:, begin:]
+    return ids, logp[:, prompt_width:], entropy[:, prompt_width:]
 
 
 @torch.no_grad()
@@ -1078,8 +1070,8 @@ def sample(
     prompts = torch.tensor(padded, device=device)  # [B, P]
     size = batch_size or len(rows)
     parts = zip(prompts.split(size), draws.to(device).split(size), strict=True)
-    weights = dense(run.model) if run.args.rollout_weights == "dense" else contextlib.nullcontext()
-    with weights, run.accelerator.autocast():
+    is_dense = run.args.rollout_weights == "dense"
+    with dense(run.model) if is_dense else contextlib.nullcontext(), run.accelerator.autocast():
         decoded = [decode(run, *part, is_greedy) for part in parts]
     ids, logp, entropy = (torch.cat(tensors) for tensors in zip(*decoded, strict=True))
 
@@ -1146,7 +1138,7 @@ def adapted_forward(base_layer: nn.Module, lora_A: Tensor, lora_B: Tensor, x: Te
 class Run:
     """The objects that training uses, and its progress, which determines the data and samples."""
 
-    log: RunLog
+    log: RunLog  # set once the folder is this run's
 
     def __init__(self, args: Args):
         self.args = args
@@ -1178,13 +1170,13 @@ class Run:
         self.rollout_size = self.update_size * self.updates_per_pass
         # No group is split between processes. With several, each one's part of an update must be
         # whole groups; one process may have a group in two updates of a rollout.
-        unit = self.rollout_size if self.accelerator.num_processes == 1 else own_size
+        whole_groups = self.rollout_size if self.accelerator.num_processes == 1 else own_size
         if (
             args.steps_per_generation % args.gradient_accumulation_steps > 0
-            or unit % args.num_generations > 0
+            or whole_groups % args.num_generations > 0
         ):
             fail(
-                f"--num_generations must divide the {unit} completions that a process samples, and "
+                f"--num_generations must divide a process's {whole_groups} completions, and "
                 "--gradient_accumulation_steps the --steps_per_generation"
             )
 
@@ -1195,10 +1187,10 @@ class Run:
             self.tokenizer.eos_token_id,
             closing_token(self.tokenizer, json.loads(args.chat_template_kwargs)),
         )
-        ids = [torch.tensor(stop).flatten() for stop in stops if stop is not None]  # one or several
-        self.eos_ids = torch.cat(ids).unique().to(self.accelerator.device)  # ascending
-        # The adapter's tensors, for checkpoints. Collected now, because PEFT sets requires_grad to
-        # False while the adapter is disabled.
+        stop_ids = [torch.tensor(stop).flatten() for stop in stops if stop is not None]
+        self.eos_ids = torch.cat(stop_ids).unique().to(self.accelerator.device)  # ascending
+        # The adapter's live tensors, for checkpoints. Collected now, because PEFT sets
+        # requires_grad to False while the adapter is disabled.
         self.adapter = {
             name: p.data for name, p in self.model.named_parameters() if p.requires_grad
         }
@@ -1247,6 +1239,12 @@ class Run:
             self.step >= self.args.max_steps or self.step // interval > former_step // interval
         )
 
+    def interrupt(self, number: int, frame: object) -> None:
+        """Ends the run, at once or after the updates of this rollout if they have begun."""
+        self.is_interrupted = True
+        if not self.is_updating:
+            raise KeyboardInterrupt
+
 
 def load_policy(args: Args, device: torch.device) -> PeftModel:
     """Returns the base model in NF4, with a new adapter or the one that the run starts from."""
@@ -1283,7 +1281,12 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     torch.manual_seed(args.seed)  # so that every process has the same adapter
     names = args.lora_target_modules
     if args.start_adapter is None:
-        decoder = {*base.get_decoder().modules(), base.get_output_embeddings()}
+        trainable = {*base.get_decoder().modules(), base.get_output_embeddings()}
+        others = [  # a vision tower would get no gradient
+            name
+            for name, layer in base.named_modules()
+            if isinstance(layer, nn.Linear) and layer not in trainable
+        ]
         model = get_peft_model(
             base,
             LoraConfig(
@@ -1292,12 +1295,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
                 r=args.lora_r,
                 lora_alpha=args.lora_alpha,
                 lora_dropout=args.lora_dropout,
-                exclude_modules=[  # a vision tower would get no gradient
-                    layer_name
-                    for layer_name, layer in base.named_modules()
-                    if isinstance(layer, nn.Linear) and layer not in decoder
-                ]
-                or None,
+                exclude_modules=others or None,
             ),
             revision=args.model_revision,
         )
@@ -1344,7 +1342,7 @@ def check_model(run: Run) -> None:
     problems[0] = problems[0]._replace(prompt_ids=ids[len(ids) // 3 :])  # so that it is padded
     rows = torch.arange(len(problems))
     draws = row_draws(run.args.seed, "check", 0, rows, 8, len(rows))
-    batch = sample(run, rows, problems, draws, 0, run.reward_funcs, {})
+    batch = sample(run, rows, problems, draws, 0, run.reward_funcs, logged={})
 
     # Recompute its log-probs in training mode, where some layers add noise. Dropout is off.
     run.policy.train()
@@ -1357,7 +1355,8 @@ def check_model(run: Run) -> None:
     with run.accelerator.autocast():
         logits = run.model.get_base_model()(tokens[None]).logits[0, -ours.shape[1] - 1 : -1]
     logp = (logits.float() / run.args.temperature).log_softmax(-1)  # [n, V]
-    gap = (ours - logp.gather(1, tokens[-len(logp) :, None]).squeeze(1)).abs().mean(1).max().item()
+    theirs = logp.gather(1, tokens[-len(logp) :, None]).squeeze(1)  # [n]
+    gap = (ours - theirs).abs().mean(1).max().item()
     if not gap < (1e-3 if run.args.dtype == "float32" else 0.1):  # true for NaN, too
         fail(
             f"{run.args.model_name_or_path} (start adapter: {run.args.start_adapter}) is not "
@@ -1415,14 +1414,17 @@ def resume(run: Run) -> None:
     existing = checkpoints(args.output_dir)
     newest = int(existing[-1].name.removeprefix("checkpoint-")) if existing else -1
     # Two runs must not share a folder, and a finished run must not be trained again in part.
-    names = ("metrics.jsonl", "adapter")
-    has_begun = existing != [] or any(Path(args.output_dir, name).exists() for name in names)
+    has_begun = (
+        existing != []
+        or Path(args.output_dir, "metrics.jsonl").exists()
+        or Path(args.output_dir, "adapter").exists()
+    )
     summary = Path(args.output_dir, "summary.json")
     # A full disk may have left an empty summary.
-    has_ended = (
+    has_ended_later = (
         summary.exists() and newest < json.loads(summary.read_text() or '{"steps": -1}')["steps"]
     )
-    if has_ended or (has_begun and args.resume_from_checkpoint is None):
+    if has_ended_later or (has_begun and args.resume_from_checkpoint is None):
         fail(
             f"{args.output_dir} holds a run: change --output_dir, or go on from its newest "
             "checkpoint, if there is one, with --resume_from_checkpoint latest"
@@ -1437,6 +1439,7 @@ def resume(run: Run) -> None:
         state["identity"] != run.identity
         or state["adapter"].keys() != run.adapter.keys()
         or state["step"] > args.max_steps
+        # It ended within a rollout, at a smaller --max_steps.
         or (state["step"] % run.updates_per_rollout > 0 and state["step"] < args.max_steps)
     ):
         fail(
@@ -1465,15 +1468,16 @@ def fail(message: str) -> NoReturn:
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Parses the flags, and fills in those that depend on the model, the machine or others."""
+    # Parse once to learn the model, and again with the defaults that suit it.
     parser = transformers.HfArgumentParser(Args, usage="%(prog)s [flags]", allow_abbrev=False)
     (args,) = parser.parse_args_into_dataclasses(argv)
-    config = Path(args.model_name_or_path, "config.json")
-    is_embedded = config.exists() and "embedded_policy" in config.read_text(encoding="utf-8")
-    of_adapter = adapter_flags(args.start_adapter)
-    parser.set_defaults(**(EMBEDDED_DEFAULTS if is_embedded else {}) | of_adapter)
+    file = Path(args.model_name_or_path, "config.json")
+    is_embedded = file.exists() and "embedded_policy" in file.read_text(encoding="utf-8")
+    adapter_values = adapter_flags(args.start_adapter)
+    parser.set_defaults(**(EMBEDDED_DEFAULTS if is_embedded else {}) | adapter_values)
     (args,) = parser.parse_args_into_dataclasses(argv)
-    if not of_adapter.items() <= vars(args).items():
-        fail(f"--start_adapter {args.start_adapter} has {of_adapter}: leave these flags out")
+    if not adapter_values.items() <= vars(args).items():
+        fail(f"--start_adapter {args.start_adapter} has {adapter_values}: leave these flags out")
     for name, hint in get_type_hints(Args, include_extras=True).items():
         low, high = getattr(hint, "__metadata__", (0, 1e18))
         value = getattr(args, name)
@@ -1486,9 +1490,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     has_bf16 = CUDA and torch.cuda.is_bf16_supported(including_emulation=False)
     args.dtype = args.dtype or ("bfloat16" if has_bf16 else "float32")
     args.steps_per_generation = args.steps_per_generation or args.gradient_accumulation_steps
-    if config.exists():  # the saved adapter names its base, and may be used from another folder
+    if file.exists():  # the saved adapter names its base, and may be used from another folder
         # The folder, because config.json itself may be a link, as in the Hub's cache.
-        args.model_name_or_path = str(config.parent.resolve())
+        args.model_name_or_path = str(file.parent.resolve())
     args.output_dir = args.output_dir or f"runs/{SCRIPT.stem}-{args.credit}-{args.seed}"
     return args
 
@@ -1503,6 +1507,7 @@ def run_to_the_end(args: Args) -> None:
     check_model(run)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     is_main = run.accelerator.is_main_process
+    # The mode "a" keeps what a former run wrote there.
     with open(Path(args.output_dir, "config.json"), "a", encoding="utf-8") as lock:
         if is_main:  # two runs must not write into one folder
             try:
@@ -1520,30 +1525,14 @@ def run_to_the_end(args: Args) -> None:
                 "at different steps: put --output_dir where all can read it"
             )
         run.log = RunLog(run.accelerator, run.config, run.run_id, run.step)
-
-        def interrupt(number: int, frame: object) -> None:
-            """Ends the run, at once or after the updates of this rollout if they have begun."""
-            run.is_interrupted = True
-            if not run.is_updating:
-                raise KeyboardInterrupt
-
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 # The other processes end once the main one has, so it must not wait for them.
-                signal.signal(number, interrupt if is_main else signal.SIG_IGN)
+                signal.signal(number, run.interrupt if is_main else signal.SIG_IGN)
         try:
             train(run)
             if is_main:
-                print(
-                    report_run(
-                        run.model,
-                        run.log,
-                        run.page_examples,
-                        run.held_out[0],
-                        run.eos_ids.tolist(),
-                        run.tokenizer,
-                    )
-                )
+                print(report_run(run))
         except BaseException:  # a signal, or an error of a reward function, a tracker or the memory
             run.is_updating = True  # another signal must not end this
             save_checkpoint(run)

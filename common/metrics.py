@@ -19,7 +19,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.reward import GRADER
-from common.task import Problem
 
 
 # ---- How concentrated the credit is --------------------------------------------------------------
@@ -59,49 +58,36 @@ def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
 Averages = dict[str, tuple[Tensor, Tensor]]  # values, and how much each counts, of the same shape
 
 
-def credit_averages(
-    weights: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    logp: Tensor,
-    reference_logp: Tensor,
-) -> Averages:
-    """Returns how concentrated the weights [B, T] are in the completions with an advantage [B].
+def credit_averages(micro: Any) -> Averages:
+    """Returns how concentrated the weights are in a Batch's completions with an advantage.
 
-    Where the base's log-probs [B, T] are known, the result also has the k3 estimate of how far the
-    policy that sampled diverges from the base (KL).
+    Where the base's log-probs are known, the result also has the k3 estimate of how far the policy
+    that sampled diverges from the base (KL).
     """
-    has_gradient = (advantages != 0) & loss_mask.any(1)
+    has_gradient = (micro.advantages != 0) & micro.loss_mask.any(1)
     averages = {}
-    for name, values in weight_stats(weights, mask).items():
+    for name, values in weight_stats(micro.weights, micro.mask).items():
         averages[f"weight_{name}"] = (values.nan_to_num(0.0), values.isfinite() & has_gradient)
-    if len(reference_logp) > 0:
-        log_ratio = torch.where(loss_mask, reference_logp - logp, 0.0)
-        averages["kl"] = (log_ratio.exp() - log_ratio - 1, loss_mask)
+    if len(micro.reference_logp) > 0:
+        log_ratio = torch.where(micro.loss_mask, micro.reference_logp - micro.sampled_logp, 0.0)
+        averages["kl"] = (log_ratio.exp() - log_ratio - 1, micro.loss_mask)
     return averages
 
 
 def rollout_metrics(
-    accelerator: Any,
-    rewards: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    truncated: Tensor,
-    entropy: Tensor,
-    seconds: float,
+    accelerator: Any, batch: Any, advantages: Tensor, seconds: float
 ) -> dict[str, float]:
     """Returns the metrics of a rollout, over all processes.
 
-    Rewards and truncated [B], and mask and entropy [B, T], are this process's. Advantages [prompts,
-    G] are those of all processes. reward_timeouts counts since the processes were started.
+    The Batch is this process's. The advantages [prompts, G] are those of all processes.
+    reward_timeouts counts since the processes were started.
     """
-    every_row = torch.ones_like(rewards)
+    every_row = torch.ones_like(batch.rewards)
     averages = {
-        "reward": (rewards.nan_to_num(), rewards.isfinite()),
-        "completion_length": (mask.sum(1), every_row),
-        "truncated_share": (truncated, every_row),
-        "entropy": (entropy, mask),
+        "reward": (batch.rewards.nan_to_num(), batch.rewards.isfinite()),
+        "completion_length": (batch.mask.sum(1), every_row),
+        "truncated_share": (batch.truncated, every_row),
+        "entropy": (batch.entropy, batch.mask),
     }
     result = {"reward": math.nan} | means(accelerator, [averages])  # NaN if nothing is judged
     result["reward_timeouts"] = sum(gather_object([GRADER.timeouts]))
@@ -257,29 +243,21 @@ class RunLog:
         figures |= {f"eval/{name}": accuracy for name, accuracy in accuracies.items()}
         self.accelerator.log(figures, row["step"])
 
-    def write_completions(
-        self,
-        step: int,
-        kind: str,
-        problems: list[Problem],
-        texts: list[str],
-        rewards: Tensor,
-        truncated: Tensor,
-    ) -> None:
-        """Appends a group's worth of completions, of the kind "train", "greedy" or "sampled"."""
+    def write_completions(self, step: int, kind: str, batch: Any, rewards: Tensor) -> None:
+        """Appends a group's worth of a Batch, of the kind "train", "greedy" or "sampled"."""
         if not self.accelerator.is_main_process:
             return
         with open(self.folder / "completions.jsonl", "a", encoding="utf-8") as file:
-            for i, problem in enumerate(problems[: self.config["num_generations"]]):
+            for i, problem in enumerate(batch.problems[: self.config["num_generations"]]):
                 row = {
                     "step": step,
                     "eval": kind != "train",
                     "kind": kind,
                     "prompt": problem.prompt,
                     "answer": problem.answer,
-                    "completion": texts[i],
+                    "completion": batch.texts[i],
                     "reward": rewards[i].item(),
-                    "truncated": truncated[i].item(),
+                    "truncated": batch.truncated[i].item(),
                 }
                 file.write(json.dumps(plain(row), default=str) + "\n")
 

@@ -37,21 +37,11 @@ PANELS = {
 }
 
 
-def report_run(
-    model: PeftModel,
-    log: RunLog,
-    groups: list[dict[str, Any]],
-    example: Problem,
-    stop_ids: list[int],
-    tokenizer: PreTrainedTokenizerBase,
-) -> str:
-    """Writes the adapter and the files of a run that has ended, and returns what to print.
-
-    The groups come from `credit_example`. The adapter's card shows how to solve the example, a
-    held-out problem, and stops at the token ids that end an answer.
-    """
+def report_run(run: Any) -> str:
+    """Writes the adapter and the files of a Run that has ended, and returns what to print."""
+    log: RunLog = run.log
     folder = log.folder
-    model.save_pretrained(folder / "adapter")
+    run.model.save_pretrained(folder / "adapter")
     evaluations = {row["step"]: row["eval"] for row in log.rows if row.get("eval")}
     last_step = max(evaluations)
     weights = folder / ("adapter" if log.best_step == last_step else f"checkpoint-{log.best_step}")
@@ -67,9 +57,16 @@ def report_run(
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     table = summary_table(summary, log.metric)
-    write_model_card(folder / "adapter/README.md", log.config, table, example, stop_ids, tokenizer)
+    write_model_card(
+        folder / "adapter/README.md",
+        log.config,
+        table,
+        run.held_out[0],
+        run.eos_ids.tolist(),
+        run.tokenizer,
+    )
     write_curves(folder / "curves.png", log.rows, folder.name)
-    write_credit_page(folder / "credit.html", folder.name, groups)
+    write_credit_page(folder / "credit.html", folder.name, run.page_examples)
     return f"\n{table}\n\nEverything is in {folder}."
 
 

@@ -16,7 +16,8 @@ def fail(run, *_):
 
 @pytest.mark.parametrize("where", ["update", pytest.param("tracker", marks=pytest.mark.slow)])
 def test_an_error_saves_the_updates_so_far(run_main, monkeypatch, tmp_path, where):
-    """Wherever it comes from. That they suffice to go on is in test_resume.py."""
+    """Wherever it comes from. That they suffice to go on is in test_resume.py. The rollout of the
+    error, which is sampled again then, is not on the page yet."""
     log = grpo_arca.Accelerator.log
     update = grpo_arca.update
 
@@ -27,13 +28,17 @@ def test_an_error_saves_the_updates_so_far(run_main, monkeypatch, tmp_path, wher
         return fail(run) if run.step == 1 else update(run, micros)
 
     with monkeypatch.context() as patch:
+        patch.setattr(grpo_arca, "credit_example", lambda *given: [{"step": given[3]}])
         if where == "tracker":
             patch.setattr(grpo_arca.Accelerator, "log", broken_log)
         else:
             patch.setattr(grpo_arca, "update", broken_update)
         with pytest.raises(torch.OutOfMemoryError, match="memory is full"):
-            run_main(max_steps=2, save_steps=0)
-    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
+            run_main(max_steps=2, save_steps=0, eval_steps=1)
+    (folder,) = (tmp_path / "out").glob("checkpoint-*")
+    assert folder.name == "checkpoint-1"
+    shown = [group["step"] for group in torch.load(folder / "state.pt")["page_examples"]]
+    assert shown == [0] * (where == "update")
 
 
 def test_a_full_disk_leaves_the_former_checkpoint(run_main, monkeypatch, tmp_path):

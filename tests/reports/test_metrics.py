@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -81,29 +82,30 @@ def test_concentration_of_credit_is_that_of_a_plain_loop(scale):
 def test_figures_of_credit_are_of_completions_that_learn():
     """The second completion has no advantage and the third no token in the loss."""
     weights = torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
-    mask = weights > 0
-    loss_mask = mask & torch.tensor([[True], [True], [False]])
-    logp = torch.full((3, 3), -1.0)
-    reference_logp = logp + torch.tensor([[0.5], [0.0], [9.0]])
-    advantages = torch.tensor([1.0, 0.0, 1.0])
-    averages = credit_averages(weights, mask, advantages, loss_mask, logp, reference_logp)
+    micro = SimpleNamespace(
+        weights=weights,
+        mask=weights > 0,
+        advantages=torch.tensor([1.0, 0.0, 1.0]),
+        loss_mask=(weights > 0) & torch.tensor([[True], [True], [False]]),
+        sampled_logp=torch.full((3, 3), -1.0),
+        reference_logp=torch.tensor([[0.5], [0.0], [9.0]]) - 1,
+    )
     expected = {"weight_gini": 0.25, "weight_effn": 0.8, "kl": (math.exp(0.5) - 1.5) / 2}
-    assert means(Accelerator(cpu=True), [averages]) == pytest.approx(expected)
+    assert means(Accelerator(cpu=True), [credit_averages(micro)]) == pytest.approx(expected)
 
 
 # ---- A rollout and an update ---------------------------------------------------------------------
 def test_figures_of_a_rollout_are_those_counted_by_hand():
     """Two groups of two; the last completion is judged by no function."""
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0]]).bool()
-    figures = rollout_metrics(
-        Accelerator(cpu=True),
+    batch = SimpleNamespace(
         rewards=torch.tensor([1.0, 0.0, 0.5, math.nan]),
-        advantages=torch.tensor([[0.7, -0.7], [0.0, 0.0]]),
         mask=mask,
         truncated=torch.tensor([True, False, False, False]),
         entropy=torch.where(mask, torch.tensor([[0.8], [0.0], [0.4], [0.2]]), 9.0),
-        seconds=2.0,
     )
+    advantages = torch.tensor([[0.7, -0.7], [0.0, 0.0]])
+    figures = rollout_metrics(Accelerator(cpu=True), batch, advantages, seconds=2.0)
     del figures["reward_timeouts"]  # it counts since the process began
     assert figures == pytest.approx(
         {

@@ -421,14 +421,21 @@ def test_a_score_that_is_not_finite_skips_the_update(make_run, monkeypatch, modu
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("updates", "last", "first_ruined"), [(1, 14, 4), (4, 16, 3)])
 def test_ten_skipped_updates_end_the_run_with_a_checkpoint(
-    run_main, rows_of, monkeypatch, tmp_path
+    run_main, rows_of, monkeypatch, tmp_path, updates, last, first_ruined
 ):
-    monkeypatch.setattr(grpo_arca, "token_scores", lambda run, micro, _: micro.entropy * NAN)
-    code, _, err = run_main(max_steps=20)
-    assert code == 1 and "not finite in ten updates in a row: delete checkpoints" in err
-    assert [row["skipped_update"] for row in rows_of()] == [1] * 10
-    assert (tmp_path / "out/checkpoint-10/state.pt").is_file()
+    """Update 4 has ruined the weights. That is noticed at the end of a rollout."""
+    inner = grpo_arca.token_scores
+
+    def token_scores(run, micro, metrics):
+        return inner(run, micro, metrics) * (NAN if run.step >= 4 else 1)
+
+    monkeypatch.setattr(grpo_arca, "token_scores", token_scores)
+    code, _, err = run_main(max_steps=20, steps_per_generation=updates)
+    assert code == 1 and f"delete checkpoints from step {first_ruined} on" in err
+    assert [row["skipped_update"] for row in rows_of()] == [0] * 4 + [1] * (last - 4)
+    assert (tmp_path / f"out/checkpoint-{last}/state.pt").is_file()
 
 
 # ---- Dynamic sampling ----------------------------------------------------------------------------
