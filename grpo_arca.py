@@ -293,11 +293,15 @@ class Batch:
 
     def select(self, index: Tensor) -> Batch:
         """Returns a batch of the completions `index`."""
-        chosen: dict[str, Any] = {
-            name: value[index] if isinstance(value, Tensor) else [value[i] for i in index.tolist()]
+        part = replace(self)
+        vars(part).update(  # not `replace`, because a method may have added tensors
+            (
+                name,
+                value[index] if isinstance(value, Tensor) else [value[i] for i in index.tolist()],
+            )
             for name, value in self.per_completion().items()
-        }
-        return replace(self, **chosen)
+        )
+        return part
 
     def put(self, index: Tensor, part: Batch) -> None:
         """Replaces the completions `index` by those of a batch of the same widths."""
@@ -1071,7 +1075,7 @@ def sample(
         for tokens, is_token in zip(ids[:, width:], is_completion, strict=True)
     ]
     texts = [
-        reply_text(run.tokenizer, problem.prompt, tokens, run.eos_ids.tolist())
+        reply_text(run.tokenizer, problem, tokens, run.eos_ids.tolist())
         for problem, tokens in zip(problems, completion_ids, strict=True)
     ]
     return Batch(

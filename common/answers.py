@@ -286,7 +286,8 @@ CHOICE = re.compile(
     r"(?:\(([A-Z])\).*|([A-Z]) ?(?:\}?|[:).](?: .*)?))"
 )
 COMMA = re.compile(r"[,;](?![^(\[]*[)\]]|(?:(?!\\\{).)*\\\})")  # but not that of (1, 2), \{1, 2\}
-IN_A_BASE = re.compile(r"(?:\(?[0-9A-Z]+\)? ?_ ?\{?\(?\d+\)?\}?(?:, )?)+")  # 1302_5
+# As in 1302_5. With \d++ the digits of a base cannot become those of the next number.
+IN_A_BASE = re.compile(r"(?:\(?[0-9A-Z]+\)? ?_ ?\{?\(?\d++\)?\}?(?:, )?)+")
 
 
 def number(text: str) -> Fraction | None:

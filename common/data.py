@@ -1,5 +1,6 @@
 """What a run reads: problems, their prompts as token ids, and whether a model is whole."""
 
+import contextlib
 import csv
 import functools
 import json
@@ -77,13 +78,17 @@ def table_rows(table: pyarrow.Table) -> list[dict[str, Any]]:
 
 
 def as_stored(value: Any, kind: pyarrow.DataType) -> Any:
-    """Returns a value of a table: 14.1 for what is 14.1 in 32 bits, and not 14.100000381."""
+    """Returns a value of a table: 14.1 for what is 14.1 in 32 bits, and not 14.100000381.
+
+    `datasets` keeps a column of mixed types as JSON texts.
+    """
+    if isinstance(value, str) and isinstance(kind, pyarrow.JsonType):
+        return json.loads(value)
     if isinstance(value, dict):
         return {field.name: as_stored(value[field.name], field.type) for field in kind}
     if isinstance(value, list) and hasattr(kind, "value_type"):
         return [as_stored(item, kind.value_type) for item in value]
-    is_number = isinstance(value, float) and pyarrow.types.is_floating(kind)
-    return float(str(kind.to_pandas_dtype()(value))) if is_number else value
+    return float(str(kind.to_pandas_dtype()(value))) if isinstance(value, float) else value
 
 
 def parse_rows(
@@ -345,14 +350,18 @@ def text_of(problem: Problem) -> str:
 
 
 def reply_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | list, ids: list[int], stop_ids: list[int]
+    tokenizer: PreTrainedTokenizerBase, problem: Problem, ids: list[int], stop_ids: list[int]
 ) -> str:
-    """Returns the text of an answer: what the prompt begins of it, and the completion.
+    """Returns the text of an answer: what template and prompt begin of it, and the completion.
 
     The tokens that end or pad the completion are left out.
     """
     hidden = {*stop_ids, tokenizer.pad_token_id}
-    return begun_answer(prompt) + tokenizer.decode([i for i in ids if i not in hidden])
+    return (
+        problem.open_thought
+        + begun_answer(problem.prompt)
+        + tokenizer.decode([i for i in ids if i not in hidden])
+    )
 
 
 def render(
@@ -397,15 +406,17 @@ def closing_token(
     """
     question = {"role": "user", "content": "Hello"}
     turns = [question, {"role": "assistant", "content": "1029384756"}, question]
-    try:
-        text = render(tokenizer, turns, template_kwargs, is_open=False)
-    except Exception:  # some templates refuse an answer
-        return None
-    lengths = {
-        len(token.content): number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special and text.partition("1029384756")[2].lstrip().startswith(token.content)
-    }
+    lengths: dict[int, int] = {}
+    # gpt-oss ends only the last answer as a model should. Others let the next question end it.
+    for count in (2, 3):
+        with contextlib.suppress(Exception):  # some templates refuse an answer
+            text = render(tokenizer, turns[:count], template_kwargs, is_open=False)
+            lengths = lengths or {
+                len(token.content): number
+                for number, token in tokenizer.added_tokens_decoder.items()
+                if token.special
+                and text.partition("1029384756")[2].lstrip().startswith(token.content)
+            }
     return lengths[max(lengths)] if lengths else None
 
 
@@ -457,7 +468,9 @@ def encode_problems(
         encoded.append(
             problem._replace(
                 prompt_ids=ids,
-                open_thought="<think>" if text.rstrip().endswith("<think>") else "",
+                open_thought="<think>"
+                if text.rstrip().endswith("<think>") and begun_answer(problem.prompt) == ""
+                else "",
             )
         )
     held_out = encoded[len(train) :]

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -51,9 +50,7 @@ class Grader:
             question = problem.prompt
             if not isinstance(question, str):
                 question = "\n".join(message["content"] for message in question)
-            settled = settle(
-                last_boxed(problem.open_thought + completion) or "", problem.answer, question
-            )
+            settled = settle(last_boxed(completion) or "", problem.answer, question)
             if isinstance(settled, list):
                 self.timeouts += self.timeouts >= limit  # then it gets 0 without a verdict, too
                 settled = self.timeouts < limit and all(self._is_equal(*pair) for pair in settled)
@@ -227,16 +224,15 @@ def call_reward_func(
         logged.setdefault(f"rewards/{name}/{other}{metric}", []).append(float(value))
 
     problems = [copy.deepcopy(problem) for problem in problems]  # the function may change its own
-    replies: list[Any] = []
-    for problem, text in zip(problems, texts, strict=True):
-        replies.append(
-            text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
-        )
+    replies = [
+        text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
+        for problem, text in zip(problems, texts, strict=True)
+    ]
     inputs: dict[str, list] = {}
     for column in problems[0].columns:  # all problems have the same columns
         inputs[column] = [problem.columns[column] for problem in problems]
     inputs |= {  # these replace columns of the same names
-        "gold": [problem.answer for problem in problems],
+        "gold": [problem.answer or problem.columns.get("gold", "") for problem in problems],
         "prompts": [problem.prompt for problem in problems],
         "completions": replies,
         "completion_ids": copy.deepcopy(ids),

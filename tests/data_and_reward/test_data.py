@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import grpo_arca
 from common import data
 from common.data import encode_problems, encode_prompt, load_problems, parse_rows, read_splits
-from common.reward import GRADER
+from common.reward import GRADER, is_right
 from common.task import Problem, chain_problems, has_right_steps, token_roles
 
 ROWS = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40)]
@@ -236,6 +236,17 @@ def test_numbers_of_a_parquet_file_and_of_the_hub(tmp_path, offline_sets):
             assert rows[0]["answer"] == 14.1
     cells = [Decimal("0.00000010"), Decimal("14.10"), None, Decimal("3")]
     assert parsed(cells) == ["0.00000010", "14.10", "3"]
+
+
+def test_values_of_mixed_types_on_the_hub(offline_sets):
+    """`datasets` keeps them as JSON texts: a fraction would be "1\\/2" in quotes."""
+    rows = [
+        {"prompt": [{"role": "user", "content": content}], "answer": answer}
+        for content, answer in (("3?", 3), ([{"type": "text", "text": "1/2?"}], "1/2"))
+    ]
+    (offline_sets / "mixed").mkdir()
+    write(offline_sets / "mixed/train.jsonl", rows)
+    assert read_splits(str(offline_sets / "mixed"), None) == {"train": rows}
 
 
 def test_numbers_inside_other_values_and_columns_of_one_name(tmp_path):
@@ -550,12 +561,11 @@ def test_a_prompt_by_the_template(tokenizer):
 
 def test_the_beginning_of_an_answer_stays_open(tokenizer):
     chat = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "<think>Let"}]
-    text = prompt_text(tokenizer, chat)
-    assert text.endswith("<|im_start|>assistant\n<think>Let")
+    assert prompt_text(tokenizer, chat).endswith("<|im_start|>assistant\n<think>Let")
     ids = tokenizer(" me. \\boxed{2}<|im_end|>").input_ids
     stop = [tokenizer.eos_token_id]
-    assert data.reply_text(tokenizer, chat, ids, stop) == "<think>Let me. \\boxed{2}"
-    assert data.reply_text(tokenizer, chat[:1], ids, stop) == " me. \\boxed{2}"
+    text = data.reply_text(tokenizer, Problem(chat, "2"), ids, stop)
+    assert text == "<think>Let me. \\boxed{2}"
 
 
 def test_rewards_see_the_whole_of_an_answer_that_the_prompt_begins(make_run, tmp_path):
@@ -572,7 +582,8 @@ def test_only_tokens_that_end_or_pad_a_completion_are_left_out_of_its_text(token
     """As a special </think>, which rewards must see."""
     tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
     ids = tokenizer("a</think>b<|im_end|>").input_ids + [tokenizer.pad_token_id] * 2
-    assert data.reply_text(tokenizer, "2?", ids, [tokenizer.eos_token_id]) == "a</think>b"
+    text = data.reply_text(tokenizer, Problem("2?", "2"), ids, [tokenizer.eos_token_id])
+    assert text == "a</think>b"
 
 
 THINKING = "{% if enable_thinking is false %}(off){% endif %}{{ messages[0].content }}"
@@ -667,8 +678,12 @@ def test_a_thought_that_the_prompt_opens_holds_no_answer_until_it_ends(tokenizer
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
     problems = [Problem("What is 3 + 4?", "7"), Problem("What is 3 + 5?", "8")]
     (problem,), _ = encode_problems(tokenizer, problems[:1], problems[1:], None, {}, 999, 999)
-    texts = [r"maybe \boxed{7}? let me check", r"maybe \boxed{8}</think> \boxed{7}"]
+    texts = [
+        data.reply_text(tokenizer, problem, tokenizer(text).input_ids, [])
+        for text in (r"maybe \boxed{7}? let me check", r"maybe \boxed{8}</think> \boxed{7}")
+    ]
     assert GRADER.grade(texts, [problem] * 2) == [0.0, 1.0]
+    assert [is_right(text, "7") for text in texts] == [False, True]  # in a function of one's own
 
 
 CLOSINGS = [  # what a template writes after an answer, and the token that closes it
@@ -678,6 +693,8 @@ CLOSINGS = [  # what a template writes after an answer, and the token that close
     ("<plain><|im_end|>", None),
     ("</s>", None),
     ("", "<|im_start|>"),  # a turn that nothing closes ends where the next one begins
+    # in gpt-oss <|end|> also ends what the model thinks before its answer
+    ("{{ '<|return|>' if loop.last else '<|end|>' }}", "<|return|>"),
 ]
 
 
@@ -685,7 +702,7 @@ CLOSINGS = [  # what a template writes after an answer, and the token that close
 def test_the_token_that_closes_an_answer(tokenizer, closing, token):
     """A base model whose files name another end token would go on after it, into new turns."""
     tokenizer.add_tokens(["<plain>"])
-    tokenizer.add_tokens(["<|end|>"], special_tokens=True)
+    tokenizer.add_tokens(["<|end|>", "<|return|>"], special_tokens=True)
     number = None if token is None else tokenizer.convert_tokens_to_ids(token)
     for content in ("m.content", "m.content | trim", "'<|im_start|>' + m.content | upper"):
         turn = "{{ m.role }}\n{{ " + content + " }}" + closing

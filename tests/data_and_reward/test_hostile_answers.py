@@ -115,7 +115,7 @@ def test_a_batch_of_endless_answers_has_a_limit(fresh, monkeypatch):
 
 LONG = [".", ",", " ", "1", "1 ", "1,000", "°", "and ", "**", "$", "a", "x=", "\\{", "\\text{a}"]
 LONG += ["\\boxed{", "\\boxed{1},", "{", "}", "\\", "1^", "1.\\overline{3}", "\\frac{\\text{", "("]
-LONG += ["how many ", "in ", "_{1}", "twenty ", "√(", "~$", "\\circ ", "cm 1 and "]
+LONG += ["how many ", "in ", "_{1}", "_000", "twenty ", "√(", "~$", "\\circ ", "cm 1 and "]
 
 
 @pytest.fixture

@@ -356,8 +356,8 @@ def test_a_reward_function_gets_what_trl_gives_it():
     assert seen["prompts"] == [CHAT, CHAT]
     assert seen["completions"] == [[{"role": "assistant", "content": t}] for t in ("x", "yy")]
     assert called(with_few_arguments, problems[:1] * 2) == [1.0, 1.0]
-    called(function, [Problem("a", "3", (), {"gold": "a column"})] * 2)
-    assert seen["gold"] == ["3"] * 2  # README promises the answers
+    called(function, [Problem("a", answer, (), {"gold": "a column"}) for answer in ("3", "")])
+    assert seen["gold"] == ["3", "a column"]  # README promises the answers
 
 
 def test_a_reward_function_gets_copies():
