@@ -35,6 +35,7 @@ updates of `update_size` completions each. --num_iterations passes make `updates
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
+`rows` are numbers of completions in the whole rollout, and `places` are indices into a batch.
 """
 
 from __future__ import annotations
@@ -262,8 +263,8 @@ class Batch:
     sampled_logp: Tensor  # [B, T] from the decode loop, at --temperature, before top_p
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] whole answers: what the prompt has of one already, and the completion
-    completion_ids: list[list[int]]  # [B] their tokens, stop tokens included
+    texts: list[str]  # [B] whole answers: what the prompt begins of one, then the completion
+    completion_ids: list[list[int]]  # [B] tokens of the completion alone, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # set by `collect`
     rewards: Tensor = NOT_SET  # [B] their weighted sum; NaN if none applies
@@ -272,7 +273,8 @@ class Batch:
     update_tokens: float = 0.0  # such tokens per update: mean over the rollout, all processes
     # set by `score`
     old_logp: Tensor = NOT_SET  # [B, T] before the first of several updates, in training mode
-    reference_logp: Tensor = NOT_SET  # [B, T] under the policy before training, if beta needs it
+    reference_logp: Tensor = NOT_SET  # [B, T] of the policy before training if beta > 0, or of the
+    # base if the method computes them
     scores: Tensor = NOT_SET  # [B, T] the credit signal
     credit: Tensor = NOT_SET  # [B, T] what `surrogate_terms` reads; in ARCA the weights
     weights: Tensor = NOT_SET  # [B, T] for metrics and credit.html: 1 on average over a completion
@@ -294,7 +296,7 @@ class Batch:
     def select(self, index: Tensor) -> Batch:
         """Returns a batch of the completions `index`."""
         part = replace(self)
-        vars(part).update(  # not `replace`, because a method may have added tensors
+        vars(part).update(  # `replace` takes fields alone, and a method may have added tensors
             (
                 name,
                 value[index] if isinstance(value, Tensor) else [value[i] for i in index.tolist()],
@@ -337,7 +339,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     may add figures of its own to `metrics`.
     """
     credit = run.args.credit
-    # For entropy_reduction: its fall to the next token. The last token has none and scores 0.
+    # For entropy_reduction: how far the entropy falls to the next token; 0 for the last token.
     fall = (micro.entropy[:, :-1] - micro.entropy[:, 1:]).clamp(min=0) * micro.mask[:, 1:]
     rollout_scores = {  # these need no forward pass
         "uniform": torch.ones_like(micro.entropy),
@@ -374,7 +376,7 @@ def normalize(scores: Tensor, mask: Tensor, power: float) -> Tensor:
     positive = torch.where(mask, scores.float().clamp(min=0) + 1e-8, 0.0)
     # Divide by the largest score first, because powers p > 1 of tiny scores would underflow.
     largest = positive.amax(1, keepdim=True).clamp(min=1e-30)
-    raised = (positive / largest).pow(power) * mask  # 0 to the power 0 is 1
+    raised = (positive / largest).pow(power) * mask  # masked, as padding may be 0**0 = 1
     total = raised.sum(1, keepdim=True).clamp(min=1e-30)
     return raised * mask.sum(1, keepdim=True) / total
 
@@ -448,7 +450,7 @@ def train(run: Run) -> None:
         metrics: dict[str, float] = {}
         batch = collect(run, metrics)
         run.log.write_completions(run.step + 1, "train", batch, batch.rewards)
-        updates = micro_batches(run, batch)  # of each update
+        updates = micro_batches(run, batch)  # [update][micro-batch]
         all_micros = [micro for micros in updates for micro in micros]
         score(run, batch, all_micros, metrics)
 
@@ -462,7 +464,7 @@ def train(run: Run) -> None:
                 metrics |= update(run, micros)
             run.step += 1
             run.log.write({"step": run.step} | metrics)
-            # The next row repeats the rollout's metrics, but its seconds are counted once.
+            # Each update's row has the rollout's metrics, but only the first has its seconds.
             metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
         # credit.html shows the rollout after each evaluation, and the last one.
         if was_evaluated or run.step >= args.max_steps:
@@ -475,7 +477,7 @@ def train(run: Run) -> None:
         if run.log.has_diverged():
             fail(
                 "loss or gradient not finite in ten updates in a row: delete checkpoints from step "
-                f"{run.step - 9 - run.updates_per_rollout} on, which may be ruined, lower "
+                f"{max(0, run.step - 9 - run.updates_per_rollout)} on, which may be ruined, lower "
                 "--learning_rate and go on"
             )
 
@@ -495,8 +497,9 @@ def collect(run: Run, metrics: dict) -> Batch:
     args = run.args
     accelerator = run.accelerator
 
-    # Deal out the rows, [updates, processes, rest]. On any number of processes, an update has the
-    # same rows, and each process has whole groups. A process keeps its rows in order of updates.
+    # Deal out the rows, [updates, processes, rows of a process in an update]. On any number of
+    # processes, an update has the same rows, and each process has whole groups. A process keeps its
+    # rows in order of updates.
     all_rows = torch.arange(run.rollout_size).view(
         run.updates_per_pass, accelerator.num_processes, -1
     )
@@ -512,8 +515,8 @@ def collect(run: Run, metrics: dict) -> Batch:
             if len(places) > 0:
                 batch.put(places, sample_attempt(run, rows[places.cpu()], attempt, logged))
 
-    # `batch.rewards` is for logs and reports. The advantages come from the rewards of each function
-    # in all processes, in the order of their rows.
+    # `batch.rewards` is for logs and reports. Every process computes the advantages of all rows, in
+    # their order, because a divisor may be the whole batch's. Then it keeps its own.
     batch.rewards = weighted_sum(batch.function_rewards, run.reward_weights).float()
     order = accelerator.gather(batch.rows).argsort()
     all_rewards = accelerator.gather(batch.function_rewards)[order]  # [prompts * G, F]
@@ -525,8 +528,9 @@ def collect(run: Run, metrics: dict) -> Batch:
 
     # Choose the tokens to train on: all, but for those of truncated completions if a flag says so.
     batch.loss_mask = batch.mask & ~(batch.truncated & args.mask_truncated_completions)[:, None]
-    loss_tokens = accelerator.reduce(batch.loss_mask.sum(), "sum").item()
-    batch.update_tokens = loss_tokens / run.updates_per_pass
+    batch.update_tokens = (
+        accelerator.reduce(batch.loss_mask.sum(), "sum").item() / run.updates_per_pass
+    )
 
     metrics |= log_means(logged)
     metrics |= rollout_metrics(accelerator, batch, advantages, metrics["seconds_rollout"])
@@ -543,6 +547,7 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     suffix = f" attempt {attempt}" if attempt > 0 else ""
     # A group that is drawn again takes its problem from another shuffle.
     shuffle_seed = f"{args.seed}{suffix}" if args.shuffle_dataset or attempt > 0 else None
+    # Positions in the endless row of epochs.
     positions = (rows + run.rollout_number * run.rollout_size) // args.num_generations
     problems = [
         run.train_set[problem_at(position, len(run.train_set), shuffle_seed)]
@@ -592,11 +597,12 @@ def aggregated_advantages(args: Args, rewards: Tensor, weights: Tensor) -> Tenso
     if args.multi_objective_aggregation == "sum_then_normalize":
         advantages = group_advantages(weighted_sum(rewards, weights), args.scale_rewards)
     else:  # GDPO (arXiv 2601.05242): normalize each function by group, then the sum by batch
-        each = group_advantages(rewards, "group").where(~rewards.isnan(), torch.nan)  # unknown: NaN
-        total = weighted_sum(each, weights)
+        # NaN again where no reward is known, so that the sum leaves it out.
+        normalized = group_advantages(rewards, "group").where(~rewards.isnan(), torch.nan)
+        total = weighted_sum(normalized, weights)
         # `view(1, -1)` makes one group of the whole batch.
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        advantages[total == 0] = 0.0  # as the mean of all is 0, but for rounding
+        advantages[total == 0] = 0.0  # the totals' mean is 0, so this drops what rounding left
     return advantages.float()
 
 
@@ -660,7 +666,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
             loss, clipped = policy_loss(run, micro, logp, old_logp)
             (loss * accelerator.num_processes).backward()  # DDP averages, we sum
         total_loss += loss.detach()
-        averages.append(  # of (values, which of them count)
+        averages.append(  # name: (values, mask of those that count)
             {
                 "clip_fraction": (clipped, micro.loss_mask),
                 "clip_fraction_sequence": (clipped.any(1), micro.loss_mask.any(1)),
@@ -671,27 +677,25 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     grad_norm = accelerator.clip_grad_norm_(
         run.policy.parameters(), run.args.max_grad_norm or math.inf
     ).item()
+    # `means` returns nothing where nothing counts, as when no token is trained on: 0 stands there.
+    figures = dict.fromkeys(averages[0], 0.0) | means(accelerator, averages)
 
-    # Take the step, unless it would put NaN into the weights.
+    # Take the step, unless it would put NaN into the weights. Nothing can fail between the step and
+    # `run.step += 1`, so a checkpoint never has one update more than it says.
     learning_rate = run.args.learning_rate * run.share_of_peak_rate(run.step + 1)
     run.optimizer.param_groups[0]["lr"] = learning_rate
     is_finite = math.isfinite(total_loss + grad_norm)
     if is_finite and (grad_norm > 0 or not run.args.skip_zero_gradient):
         run.optimizer.step()
     run.optimizer.zero_grad()
-    # `means` leaves out what has nothing to average, if no token is trained on. Then it is 0.
-    return (
-        dict.fromkeys(averages[0], 0.0)
-        | means(accelerator, averages)
-        | {
-            "loss": total_loss,
-            "grad_norm": grad_norm,
-            "clipped_gradient": float(0 < run.args.max_grad_norm < grad_norm),
-            "learning_rate": learning_rate,
-            "skipped_update": float(not is_finite),
-            "peak_memory_gb": peak_memory(accelerator.device),
-        }
-    )
+    return figures | {
+        "loss": total_loss,
+        "grad_norm": grad_norm,
+        "clipped_gradient": float(0 < run.args.max_grad_norm < grad_norm),
+        "learning_rate": learning_rate,
+        "skipped_update": float(not is_finite),
+        "peak_memory_gb": peak_memory(accelerator.device),
+    }
 
 
 def training_forward(run: Run, micro: Batch) -> Tensor:
@@ -707,10 +711,10 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. The divisors also
-    count completions whose advantage is 0 (for dapo their tokens, as a mean over the updates of a
-    rollout). So the sum of an update's losses does not depend on how it is split into
-    micro-batches.
+    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. A divisor is
+    that of the whole update, and also counts the completions that `micro_batches` has left out. So
+    the sum of an update's losses does not depend on how it is split. For dapo, it is the mean
+    number of tokens of the rollout's updates.
     """
     args = run.args
     log_importance, advantages = surrogate_terms(args, micro, logp - old_logp)
@@ -742,7 +746,7 @@ def evaluate(run: Run) -> None:
     All evaluations use the same random numbers.
     """
     own_funcs = {name: function for name, function in run.reward_funcs.items() if function}
-    # As in run.reward_funcs, None is the grader. Its name is empty here, which no function's is.
+    # As in run.reward_funcs, None is the grader. No function can have the name "".
     grader: dict[str, Any] = {"": None}
     kinds = {"greedy": (1, grader), "sampled": (run.args.num_generations_eval, grader | own_funcs)}
     verdicts: list[Any] = []  # of each answer: kind, number of the problem, truncated, and rewards
@@ -857,10 +861,10 @@ def hidden_states(
 ) -> Tensor:
     """Returns hidden states [B, N, H] after the final norm, for ids [B, N] or embeddings [B, N, H].
 
-    `attention` [B, P + N] includes cached tokens, and may end with columns that are still 0.
+    `attention` [B, C + N] includes C cached tokens, and may end with columns that are still 0.
     """
     are_embeddings = inputs.is_floating_point()
-    # After the last token, the count and so the position stay what they are there.
+    # In decoding, the empty columns at the end repeat the newest token's position.
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     return base.base_model(
         input_ids=None if are_embeddings else inputs,
@@ -896,8 +900,8 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
     bf16_parameters = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
     try:
         for layer in layers:
-            # This hides the class's method. A backward pass, which OAR-G needs, computes the dense
-            # weight again, so that not all of them are kept.
+            # This attribute replaces the class's method until it is removed. The backward pass of
+            # OAR-G computes the dense weight again, so that not all of them are kept.
             layer.forward = functools.partial(
                 torch.utils.checkpoint.checkpoint, nf4_in_fp32, layer, use_reentrant=False
             )
@@ -943,7 +947,8 @@ def sample_tokens(
     """Samples a token for each row of logits [B, V] by inverse CDF, from its draw [B] in [0, 1).
 
     Returns tokens, log-probs and entropies, all [B]. The last two are of the distribution that is
-    trained: the one before top_p. A temperature of 0 is greedy, and they are those of 1.
+    trained: the one before top_p. A temperature of 0 takes the likeliest token, with the log-prob
+    and entropy at temperature 1.
     """
     scaled = logits.float() / (temperature or 1.0)
     logp = scaled.clamp_(min=-1e6).log_softmax(-1)  # [B, V], finite: 0 * inf would be NaN below
@@ -975,7 +980,7 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
     prompt_width = prompt_ids.shape[1]  # P
     left = int((prompt_ids >= 0).any(0).nonzero()[0])  # columns of padding alone, not in the cache
     ids = F.pad(prompt_ids, (0, length), value=-1)  # [B, P + T]
-    logp = torch.zeros(ids.shape, device=ids.device)
+    logp = torch.zeros(ids.shape, device=ids.device)  # as wide as ids, to share its indices
     entropy = torch.zeros_like(logp)
     places = torch.arange(len(ids), device=ids.device)  # [n] of completions that have not ended
     column = torch.tensor([prompt_width], device=ids.device)  # [1] of the next token
@@ -987,7 +992,7 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
     ]
 
     def step(places: Tensor, hidden: Tensor, end: int) -> None:
-        """Samples the tokens of the column from hidden states [n, H], and reads them.
+        """Samples the column's tokens from hidden states [n, H], which become the new tokens' own.
 
         Tensors are changed in place, so that a recorded step can be replayed.
         """
@@ -1024,7 +1029,8 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
         for i in range(room):
             if i == 1 and CUDA and run.args.cuda_graphs:
                 graph = torch.cuda.CUDAGraph()
-                # thread_local, because NCCL's own thread may use the GPU meanwhile.
+                # Recording computes nothing, only the replay does. thread_local, because NCCL's own
+                # thread may use the GPU meanwhile.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     advance()
                 advance = graph.replay
@@ -1060,8 +1066,8 @@ def sample(
     prompts = torch.tensor(padded, device=device)  # [B, P]
     size = batch_size or len(rows)
     parts = zip(prompts.split(size), draws.to(device).split(size), strict=True)
-    is_dense = run.args.rollout_weights == "dense"
-    with dense(run.model) if is_dense else contextlib.nullcontext(), run.accelerator.autocast():
+    in_dense = dense(run.model) if run.args.rollout_weights == "dense" else contextlib.nullcontext()
+    with in_dense, run.accelerator.autocast():
         decoded = [decode(run, *part, is_greedy) for part in parts]
     ids, logp, entropy = (torch.cat(tensors) for tensors in zip(*decoded, strict=True))
 
@@ -1109,9 +1115,9 @@ def dense(model: PeftModel) -> Iterator[None]:
             layer.forward = functools.partial(F.linear, weight=weight, bias=layer.bias)
         for layer in adapted:
             lora_A = layer.lora_A["default"].weight.to(layer.base_layer.compute_dtype)
-            lora_B = layer.lora_B["default"].weight * layer.scaling["default"]
+            scaled_B = layer.lora_B["default"].weight * layer.scaling["default"]
             layer.forward = functools.partial(
-                adapted_forward, layer.base_layer, lora_A, lora_B.to(lora_A)
+                adapted_forward, layer.base_layer, lora_A, scaled_B.to(lora_A)
             )
         yield
     finally:
@@ -1119,9 +1125,9 @@ def dense(model: PeftModel) -> Iterator[None]:
             vars(layer).pop("forward", None)
 
 
-def adapted_forward(base_layer: nn.Module, lora_A: Tensor, lora_B: Tensor, x: Tensor) -> Tensor:
-    """Returns what PEFT's layer computes, in fewer steps, of which decoding makes very many."""
-    return base_layer.forward(x) + F.linear(F.linear(x, lora_A), lora_B)
+def adapted_forward(base_layer: nn.Module, lora_A: Tensor, scaled_B: Tensor, x: Tensor) -> Tensor:
+    """Returns what PEFT's layer computes, in fewer operations: decoding calls it for each token."""
+    return base_layer.forward(x) + F.linear(F.linear(x, lora_A), scaled_B)
 
 
 # ---- Set-up: NF4 + LoRA --------------------------------------------------------------------------
@@ -1171,7 +1177,9 @@ class Run:
             )
 
         # The policy, its optimizer and its schedule.
-        self.model = load_policy(args, self.accelerator.device)  # its adapter can be disabled
+        self.model = load_policy(
+            args, self.accelerator.device
+        )  # without the adapter it is the base
         stops = (  # a model may name only one of these, and end its turn with another
             self.model.generation_config.eos_token_id,
             self.tokenizer.eos_token_id,
@@ -1192,10 +1200,10 @@ class Run:
         scheduler = transformers.get_scheduler(
             args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
         )
-        # We keep only its function: update number, from 1 on, to share of the peak rate. The share
-        # would be 0 one update after the last.
+        # We keep only its function, from an update's number (1, 2, ...) to its share of the peak
+        # rate. By the + 1 above, the share is 0 one update after the last.
         (self.share_of_peak_rate,) = scheduler.lr_lambdas
-        self.policy, self.optimizer = self.accelerator.prepare(  # with DDP, if there are processes
+        self.policy, self.optimizer = self.accelerator.prepare(  # in DDP, if there are several
             LogProbs(self.model, args.temperature), optimizer
         )
         # The policy before training. --beta weighs the KL divergence to it.
@@ -1271,11 +1279,11 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     torch.manual_seed(args.seed)  # so that every process has the same adapter
     names = args.lora_target_modules
     if args.start_adapter is None:
-        trainable = {*base.get_decoder().modules(), base.get_output_embeddings()}
+        adaptable = {*base.get_decoder().modules(), base.get_output_embeddings()}
         others = [  # a vision tower would get no gradient
             name
             for name, layer in base.named_modules()
-            if isinstance(layer, nn.Linear) and layer not in trainable
+            if isinstance(layer, nn.Linear) and layer not in adaptable
         ]
         model = get_peft_model(
             base,
@@ -1332,7 +1340,9 @@ def check_model(run: Run) -> None:
     problems[0] = problems[0]._replace(prompt_ids=ids[len(ids) // 3 :])  # so that it is padded
     rows = torch.arange(len(problems))
     draws = row_draws(run.args.seed, "check", 0, rows, 8, len(rows))
-    batch = sample(run, rows, problems, draws, 0, run.reward_funcs, logged={})
+    batch = sample(
+        run, rows, problems, draws, batch_size=0, reward_funcs=run.reward_funcs, logged={}
+    )
 
     # Recompute its log-probs in training mode, where some layers add noise. Dropout is off.
     run.policy.train()
@@ -1422,8 +1432,9 @@ def resume(run: Run) -> None:
     if not existing:
         return
     file = existing[-1] / "state.pt"
+    # torch.load would not see a flipped bit.
     if not zipfile.is_zipfile(file) or zipfile.ZipFile(file).testzip() is not None:
-        fail(f"{existing[-1]} is damaged: delete it")  # torch.load would not see a flipped bit
+        fail(f"{existing[-1]} is damaged: delete it")
     state = torch.load(file, map_location="cpu", weights_only=True)
     if (
         state["identity"] != run.identity
@@ -1517,7 +1528,7 @@ def run_to_the_end(args: Args) -> None:
         run.log = RunLog(run.accelerator, run.config, run.run_id, run.step)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                # The other processes end once the main one has, so it must not wait for them.
+                # Only the main process heeds it. Once that has ended, the launcher ends the others.
                 signal.signal(number, run.interrupt if is_main else signal.SIG_IGN)
         try:
             train(run)
@@ -1538,8 +1549,8 @@ def run_to_the_end(args: Args) -> None:
 if __name__ == "__main__":
     libc = ctypes.CDLL(None)
     if "ACCELERATE_MIXED_PRECISION" in os.environ and hasattr(libc, "prctl"):
-        # `accelerate launch` passes no SIGTERM on, so Linux is asked to send one when it has ended:
-        # 1 is PR_SET_PDEATHSIG.
+        # The variable shows that `accelerate launch` began this process. It passes no SIGTERM on,
+        # so Linux is asked to send one when it has ended: 1 is PR_SET_PDEATHSIG.
         libc.prctl(1, signal.SIGTERM)
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*gradient_checkpointing")  # PEFT causes it in transformers

@@ -1,5 +1,6 @@
 """What breaks in the middle of a run: an update, a tracker, the disk."""
 
+import itertools
 import resource
 import shutil
 
@@ -14,30 +15,29 @@ def fail(run, *_):
     raise torch.OutOfMemoryError("memory is full")
 
 
-@pytest.mark.parametrize("where", ["update", pytest.param("tracker", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["update", "means", pytest.param("log", marks=pytest.mark.slow)])
 def test_an_error_saves_the_updates_so_far(run_main, monkeypatch, tmp_path, where):
     """Wherever it comes from. That they suffice to go on is in test_resume.py. The rollout of the
     error, which is sampled again then, is not on the page yet."""
     log = grpo_arca.Accelerator.log
     update = grpo_arca.update
-
-    def broken_log(accelerator, figures, step):
-        return fail(None) if step == 1 else log(accelerator, figures, step)
-
-    def broken_update(run, micros):
-        return fail(run) if run.step == 1 else update(run, micros)
-
+    means = grpo_arca.means
+    calls = itertools.count()  # of `means`: each update's is the second of two
+    broken = {
+        "log": lambda self, _, step: fail(None) if step == 1 else log(self, _, step),
+        "update": lambda run, micros: fail(run) if run.step == 1 else update(run, micros),
+        "means": lambda *given: fail(None) if next(calls) == 3 else means(*given),
+    }[where]
     with monkeypatch.context() as patch:
         patch.setattr(grpo_arca, "credit_example", lambda *given: [{"step": given[3]}])
-        if where == "tracker":
-            patch.setattr(grpo_arca.Accelerator, "log", broken_log)
-        else:
-            patch.setattr(grpo_arca, "update", broken_update)
+        owner = grpo_arca.Accelerator if where == "log" else grpo_arca
+        patch.setattr(owner, where, broken)
         with pytest.raises(torch.OutOfMemoryError, match="memory is full"):
             run_main(max_steps=2, save_steps=0, eval_steps=1)
     (folder,) = (tmp_path / "out").glob("checkpoint-*")
-    shown = [group["step"] for group in torch.load(folder / "state.pt")["page_examples"]]
-    assert (folder.name, shown) == ("checkpoint-1", [0] * (where == "update"))
+    state = torch.load(folder / "state.pt")
+    assert (folder.name, state["optimizer"][0]["step"]) == ("checkpoint-1", 1)
+    assert [group["step"] for group in state["page_examples"]] == [0] * (where != "log")
 
 
 def test_a_full_disk_leaves_the_former_checkpoint(run_main, monkeypatch, tmp_path):
