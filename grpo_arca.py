@@ -389,14 +389,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     for micro in micros:
         micro.weights = normalize(micro.scores, micro.mask, run.args.sharpening)
         if run.args.credit in ("random", "shuffled"):
-            draws = row_draws(
-                run.args.seed,
-                "credit",
-                run.rollout_number,
-                micro.rows,
-                micro.mask.shape[1],
-                run.args.num_generations,
-            )
+            draws = credit_draws(run, micro)
             micro.weights = control_weights(run.args.credit, micro.weights, micro.mask, draws)
         micro.credit = micro.weights
 
@@ -409,8 +402,20 @@ def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor
     return log_ratio, micro.advantages[:, None] * micro.credit
 
 
+def credit_draws(run: Run, micro: Batch) -> Tensor:
+    """Returns random numbers [B, T] in [0, 1) for a control. A resumed run draws them again."""
+    return row_draws(
+        run.args.seed,
+        "credit",
+        run.rollout_number,
+        micro.rows,
+        micro.mask.shape[1],
+        run.args.num_generations,
+    )
+
+
 def control_weights(kind: str, weights: Tensor, mask: Tensor, draws: Tensor) -> Tensor:
-    """Returns random weights [B, T] to compare a method with, from `row_draws` [B, T].
+    """Returns random weights [B, T] to compare a method with, from `credit_draws` [B, T].
 
     This is no part of ARCA. "shuffled" permutes the weights of each completion. "random" draws
     log-normal weights with the same sum and EffN/T, which is 1 / (T_i * sum of squared shares).

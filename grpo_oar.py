@@ -10,7 +10,7 @@ completion is its reward minus the group's mean, over the group's standard devia
 its tokens receives the same advantage. OAR (Outcome-grounded Advantage Reshaping, ACL 2026, arXiv
 2601.07408) measures how much the final answer depends on each of the L reasoning tokens. The policy
 reads the prompt, the reasoning and a conclude string, which asks for the answer again; p is its
-distribution of the answer at that place.
+distribution of the answer's first token there, or of the mean logits of all (--oar_answer_mode).
 
     OAR-P   I_t = KL(p || p with token t replaced by the pad token)
     OAR-G   I_t = | <dJ / d embed_t, embed_t> |, one backward pass for all t, where
@@ -22,15 +22,15 @@ Low scores are damped and high ones raised. With n = minmax(log1p(I)) and tau = 
     w_t = 1 + beta * (n_t - tau) / (1 - tau)          elsewhere
     A_t = A_i * w_t * L / sum_k w_k                   so the mean of A_t over the reasoning is A_i
 
-Tokens outside the reasoning have weight 1. So do all tokens of a completion without an answer
-(the metric no_answer_share counts those) or without an advantage.
+Tokens outside the reasoning have weight 1. So do all tokens of a completion that cannot be asked
+for its answer (no_answer_share in docs/METRICS.md) or has no advantage.
 
 Scores and weights are those of the authors' code (XINGYUN-AI-LAB/OAR), with four differences: p is
-at the sampling temperature; each rollout is scored once; the answer is the content of the
-completion's own last \\boxed{}; and q is the same for all completions, where the authors' code
-assigns the quantile to it in a loop, so that it drifts. A score of answer_joint below 0 counts as
-0. Two parts are not released, so they are a RECONSTRUCTION: the conclude string, and what counts as
-reasoning (here: every token before the content of the box).
+at the sampling temperature; each rollout is scored once; q is the same for all completions, where
+the authors' code overwrites it with each completion's quantile, so that it drifts; and a score of
+OAR-P below 0 counts as 0. Three parts are not released, so they are a RECONSTRUCTION: the conclude
+string, the answer (here: the content of the completion's last \\boxed{}), and what counts as
+reasoning (here: every token before that).
 
 How to read this file: first come the flags, and the Batch of completions that the steps of training
 hand on. The method stands between the CREDIT marks. Then comes the training loop, `train`, and its
@@ -212,7 +212,7 @@ class Args:
         "oar_g",
         "OAR by gradient | by perturbation | plain GRPO | two controls with OAR-G's weights",
     )
-    oar_quantile: float = flag(0.25, "q: scores below this quantile are damped")
+    oar_quantile: Annotated[float, 0, 1] = flag(0.25, "q: scores below this quantile are damped")
     oar_beta: float = flag(1.0, "how much the largest score adds to a weight of 1")
     oar_floor: Annotated[float, 0, 1] = flag(
         0.1, "smallest weight, before they are scaled to mean 1"
@@ -364,16 +364,16 @@ from common.answers import boxed_span
 from common.data import context_length
 from common.metrics import weight_stats
 
-COLUMNS_PER_CUT = 4  # OAR-P: columns of tokens that are perturbed over the same part of the cache
+COLUMNS_PER_CUT = 4  # OAR-P: neighboring columns that share one cut of the cache
 
 
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     """Returns how much the answer depends on each token [B, T]; -1 where that is not asked."""
     args = run.args
-    rows = [] if args.credit == "uniform" else micro.advantages.nonzero().flatten().tolist()
-    probes = find_probes(run, micro, rows)
+    places = [] if args.credit == "uniform" else micro.advantages.nonzero().flatten().tolist()
+    probes = find_probes(run, micro, places)
     scores = torch.full_like(micro.entropy, -1.0)
-    probed_rows = 0
+    probed = 0
     forward_tokens = 0
 
     if probes is not None:
@@ -381,12 +381,12 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
             probe_scores, forward_tokens = perturbation_scores(run, micro, probes)
         else:
             probe_scores, forward_tokens = gradient_scores(run, micro, probes)
-        probed_rows = len(probes.rows)
-        for i, row in enumerate(probes.rows):
+        probed = len(probes.places)
+        for i, place in enumerate(probes.places):
             reasoning_scores = probe_scores[i, probes.reasoning[i]]
-            scores[row, : len(reasoning_scores)] = reasoning_scores.to(scores.dtype)
+            scores[place, : len(reasoning_scores)] = reasoning_scores.to(scores.dtype)
 
-    counts = torch.tensor([len(rows), probed_rows, forward_tokens])
+    counts = torch.tensor([len(places), probed, forward_tokens])
     metrics["credit_counts"] = metrics.get("credit_counts", 0) + counts
     return scores
 
@@ -438,13 +438,13 @@ def reshape_scores(args: Args, scores: Tensor, reasoning: Tensor) -> Tensor:
 
 
 def gradient_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int]:
-    """Returns the scores of OAR-G [n, N], and the number of tokens in forwards.
+    """Returns the scores of OAR-G [n, N], and the number of tokens in its two forward passes.
 
-    Half as many tokens go through the backward pass. `autograd.grad` writes to no parameter's .grad
-    and runs none of DDP's hooks.
+    Only the noisy one has a backward pass. `autograd.grad` writes to no parameter's .grad and runs
+    none of DDP's hooks.
     """
     args = run.args
-    # With bf16, a dense fp32 copy would double the policy, so it is made only in float32.
+    # A dense fp32 copy is twice the rollout's bf16 one, so it is made only where that is fp32, too.
     is_dense = args.rollout_weights == "dense" and args.dtype == "float32"
     in_dense = dense(run.model) if is_dense else contextlib.nullcontext()
     # Checkpointing needs layers in training mode. Their submodules stay in evaluation mode, so that
@@ -454,19 +454,20 @@ def gradient_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int
 
     prompt_width = micro.prompt_width
     prompt_ids = probes.ids[:, :prompt_width]
-    every_row = torch.arange(len(probes.rows))
+    every_row = torch.arange(len(probes.ids))
     with in_fp32(run), in_dense:  # bf16 would lose the ranks
         cache = prompt_cache(run.model, prompt_ids, probes.attention[:, :prompt_width])
         start = 0 if cache is None else prompt_width
         embeddings = run.model.get_input_embeddings()(probes.ids[:, start:])  # [n, M, H]
         noise = reasoning_noise(run, micro, probes, embeddings, start)
 
+        # `answer_logp` appends to a cache, so the clean pass gets a copy.
         clean_cache = None if cache is None else cut_cache(cache, every_row, start)
         clean = answer_logp(run, probes, every_row, embeddings, clean_cache)
         with torch.enable_grad():
+            # Without noise, the divergence would be at its minimum, where the gradient is 0.
             noisy = (embeddings + noise).requires_grad_()
             changed = answer_logp(run, probes, every_row, noisy, cache)
-            # Without noise, the divergence would be at its minimum, where the gradient is 0.
             divergence = outcome_shift(clean, changed).sum()
             (gradient,) = torch.autograd.grad(divergence, noisy)
     scores = (gradient * embeddings).sum(-1).abs()
@@ -476,14 +477,14 @@ def gradient_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor, int
 def reasoning_noise(
     run: Run, micro: Batch, probes: Probes, embeddings: Tensor, start: int
 ) -> Tensor:
-    """Returns noise [n, M, H] on the reasoning's embeddings, which depends only on seed and row.
+    """Returns noise [n, M, H] on the reasoning's embeddings, from seed, rollout and row alone.
 
     `start` is the column of the texts at which the embeddings begin.
     """
     noise = torch.zeros_like(embeddings)
-    for i, row in enumerate(probes.rows):
+    for i, place in enumerate(probes.places):
         reasoning = probes.reasoning[i, start:]
-        prompt, draw = divmod(int(micro.rows[row]), run.args.num_generations)
+        prompt, draw = divmod(int(micro.rows[place]), run.args.num_generations)
         key = (run.args.seed, "oar_noise", run.rollout_number, prompt, draw)
         stream = torch.Generator(noise.device).manual_seed(key_seed(*key))
         size = (int(reasoning.sum()), embeddings.shape[2])
@@ -523,7 +524,7 @@ def perturbation_scores(run: Run, micro: Batch, probes: Probes) -> tuple[Tensor,
                 tokens[torch.arange(len(rows)), offsets] = run.tokenizer.pad_token_id
                 changed = answer_logp(run, probes, rows, tokens, cut_cache(cache, rows, start))
                 shift = outcome_shift(clean[rows], changed)
-                scores[rows, start + offsets] = shift.clamp(min=0)
+                scores[rows, start + offsets] = shift.clamp(min=0)  # rounding, and answer_joint
                 computed += tokens.numel()
     return scores, computed
 
@@ -543,22 +544,19 @@ def answer_logp(
     difference of two results.
     """
     base = run.model.get_base_model()
-    is_joint = run.args.oar_answer_mode == "answer_joint"
     is_token = probes.answers[rows] >= 0  # [m, A]
-    tokens = is_token.sum(1, keepdim=True)  # [m, 1]
-
+    answer_lengths = is_token.sum(1, keepdim=True)  # [m, 1]
     hidden = hidden_states(base, inputs, probes.attention[rows], cache)
     every_row = torch.arange(len(inputs))[:, None]
     hidden = hidden[every_row, torch.where(is_token, probes.answer_columns[rows], -1)]  # [m, A, H]
     logits = head_logits(base, hidden)  # [m, A, V]
-    if not is_joint:
-        logits = (logits * is_token[..., None]).sum(1) / tokens  # [m, V]
-    logp = (logits.double() / run.args.temperature).log_softmax(-1)
-    if not is_joint:
-        return logp
-    targets = probes.answers[rows].clamp(min=0)[..., None]
-    logp = logp.gather(2, targets).squeeze(2)  # [m, A]
-    return (logp * is_token).sum(1, keepdim=True) / tokens
+    if run.args.oar_answer_mode == "answer_joint":
+        logp = (logits.double() / run.args.temperature).log_softmax(-1)
+        targets = probes.answers[rows].clamp(min=0)[..., None]
+        own_logp = logp.gather(2, targets).squeeze(2)  # [m, A]
+        return (own_logp * is_token).sum(1, keepdim=True) / answer_lengths
+    mean_logits = (logits * is_token[..., None]).sum(1) / answer_lengths  # [m, V]
+    return (mean_logits.double() / run.args.temperature).log_softmax(-1)
 
 
 def outcome_shift(clean: Tensor, changed: Tensor) -> Tensor:
@@ -585,7 +583,7 @@ def cut_cache(
 class Probes(NamedTuple):
     """The texts from which n completions are scored, padded as their micro-batch is."""
 
-    rows: list[int]  # of the micro-batch
+    places: list[int]  # [n] in the micro-batch
     ids: Tensor  # [n, N] prompt, reasoning, conclude string, answer without its last token
     attention: Tensor  # [n, N] 1 or 0
     reasoning: Tensor  # [n, N] bool
@@ -593,21 +591,21 @@ class Probes(NamedTuple):
     answer_columns: Tensor  # [n, A] the columns that predict those tokens, counted from the end
 
 
-def find_probes(run: Run, micro: Batch, rows: list[int]) -> Probes | None:
-    """Returns what to score, for those of `rows` that have reasoning and an answer.
+def find_probes(run: Run, micro: Batch, places: list[int]) -> Probes | None:
+    """Returns what to score, for those of `places` that have reasoning and an answer.
 
     Those whose text does not fit the model's context are left out.
     """
     tokenizer = run.tokenizer
     conclude = tokenizer.encode(run.args.oar_conclude, add_special_tokens=False)
     context = context_length(run.model.config)
-    probed_rows = []
+    probed_places = []
     texts = []
     reasoning_lengths = []
     answers = []
     answer_columns = []
-    for row in rows:
-        completion = micro.ids[row, micro.prompt_width :][micro.mask[row]].tolist()
+    for place in places:
+        completion = micro.ids[place, micro.prompt_width :][micro.mask[place]].tolist()
         span = answer_span(tokenizer, completion)
         if span is None or span[0] == 0:  # no answer, or nothing before it
             continue
@@ -616,26 +614,26 @@ def find_probes(run: Run, micro: Batch, rows: list[int]) -> Probes | None:
         if run.args.oar_answer_mode == "last":
             answer = answer[:1]
         text = completion[:begin] + conclude + answer[:-1]
-        prompt_length = int(micro.attention[row, : micro.prompt_width].sum())
+        prompt_length = int(micro.attention[place, : micro.prompt_width].sum())
         if prompt_length + len(text) > context:
             continue
-        probed_rows.append(row)
+        probed_places.append(place)
         texts.append(text)
         reasoning_lengths.append(begin)
         answers.append(answer)
         # Token k of the answer is predicted by the column before it.
         answer_columns.append(list(range(len(text) - len(answer), len(text))))
-    if not probed_rows:
+    if not probed_places:
         return None
 
     text_ids = pad_lists(texts, micro.ids.device)
-    prompt_ids = micro.ids[probed_rows, : micro.prompt_width]
-    prompt_attention = micro.attention[probed_rows, : micro.prompt_width]
+    prompt_ids = micro.ids[probed_places, : micro.prompt_width]
+    prompt_attention = micro.attention[probed_places, : micro.prompt_width]
     ids = torch.cat((prompt_ids, text_ids.clamp(min=0)), 1)
     position = torch.arange(ids.shape[1], device=ids.device) - micro.prompt_width
     lengths = torch.tensor(reasoning_lengths, device=ids.device)[:, None]
     return Probes(
-        rows=probed_rows,
+        places=probed_places,
         ids=ids,
         attention=torch.cat((prompt_attention, text_ids >= 0), 1).long(),
         reasoning=(position >= 0) & (position < lengths),
@@ -675,9 +673,9 @@ def answer_span(
 
         return bisect.bisect_left(range(len(ids)), True, least, key=is_enough)
 
-    first_character, last_character = span
+    first_character, end_character = span
     begin = tokens_needed(first_character, 0)
-    end = tokens_needed(last_character, begin)
+    end = tokens_needed(end_character, begin)
     if len(decode(begin)) > first_character:  # a token such as `{\` also begins the answer
         begin -= 1
     return begin, end
@@ -686,11 +684,11 @@ def answer_span(
 def control_weights(kind: str, weights: Tensor, mask: Tensor, draws: Tensor) -> Tensor:
     """Returns weights [B, T] that know nothing of the tokens, made from `row_draws` [B, T].
 
-    "shuffled" permutes the weights of each completion. "random" draws log-normal ones, which have
-    the completion's sum and its concentration (EffN/T).
+    "shuffled" permutes the weights within the mask. "random" draws log-normal ones there with the
+    same sum and concentration (EffN/T).
     """
     if kind == "shuffled":
-        order = torch.where(mask, draws, 2.0).argsort(dim=1, stable=True)  # padding stays put
+        order = torch.where(mask, draws, 2.0).argsort(dim=1, stable=True)  # the rest stays put
         return weights.gather(1, order)
 
     # EffN/T of exp(sigma * z) falls as sigma grows, so bisection finds each completion's sigma.

@@ -25,11 +25,11 @@ The matrix W is the method. Positions t and k count from 0:
 
 This is a RECONSTRUCTION of S-trace (arXiv 2605.05965). Only the paper's abstract is public to us.
 It says that P-trace is a critic-free eligibility trace, that S-trace masks its low-entropy tokens,
-and that GSPO is the case of uniform credit. Everything else is our choice. The kernel is
+and that GSPO is the case of equal credit. Everything else is our choice. The kernel is
 lambda^(t-k), to the bit the "recent" kernel of GRPO-lambda. Flags set the value of lambda, the
 quantile q and its scope, whether the rows of W sum to 1, and whether a masked token keeps its own
 ratio. We also differentiate through the trace: even where all ratios are 1, the gradient of token k
-has the weight sum_{t>=k} W[t,k].
+has the weight sum_t W[t,k]. log R_t is kept within -20 and 20.
 
 How to read this file: first come the flags, and the Batch of completions that the steps of training
 hand on. The method stands between the CREDIT marks. Then comes the training loop, `train`, and its
@@ -214,7 +214,9 @@ class Args:
         0.9, "decay per token: 0 is GRPO, 1 forgets nothing"
     )
     trace_normalize: bool = flag(False, "divide each trace by the sum of its weights")
-    trace_entropy_quantile: float = flag(0.5, "q: the share of tokens that s_trace masks")
+    trace_entropy_quantile: Annotated[float, 0, 1] = flag(
+        0.5, "q: the share of tokens that s_trace masks"
+    )
     trace_mask_scope: Literal["completion", "batch"] = flag(
         "completion", "mask that share of each completion | of all tokens of the rollout"
     )

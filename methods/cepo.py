@@ -9,9 +9,10 @@ completion, instead of nothing. Whatever any answer in the prompt changes, right
 out. The source is "Contrastive Evidence Policy Optimization" (arXiv 2605.19436). Its authors' code
 is public (github.com/ahmedheakl/CEPO), and this does the same: the present policy is told, " 42"
 stands between prompt and completion, and the worst completion is the first one of least reward. Its
-answer is its last box or, if it has none, the beginning of its text. We differ in three ways: at
-most 50 characters of either are told, the worst completion may have a reward of 1/2 or more, and l
-does not fade. In their script it fades from .5 to 0 within 25 of 50 updates.
+answer is its last box or, if it has none, the beginning of its text. We differ in four ways: a box
+is cut to 50 characters, as a text is; an empty text becomes "none", where they tell the right
+answer; the worst completion may have a reward of 1/2 or more; and l does not fade. In their script
+it fades from .5 to 0 within 25 of 50 updates.
 
 It is GRPO with --cepo_lambda 0, and wherever it does not matter which answer is told. --credit
 shuffled gives the weights of each completion to its tokens in random order. Each token costs two
@@ -25,13 +26,13 @@ from grpo_arca import (
     Run,
     Tensor,
     control_weights,
+    credit_draws,
     flag,
     in_fp32,
     math,
     nn,
     normalize,
     replace,
-    row_draws,
     torch,
 )
 
@@ -50,7 +51,7 @@ from common.answers import last_boxed
 def told_logp(run: Run, micro: Batch, answers: list[str]) -> Tensor:
     """Returns the log-prob of each token [B, T] where an answer stands before each completion."""
     if "" in answers:
-        raise ValueError("a policy can be told no answer where the data has none")
+        raise ValueError("a problem has no answer that the policy could be told")
     prompts = [
         torch.tensor(
             [*problem.prompt_ids, *run.tokenizer.encode(f" {answer}", add_special_tokens=False)],
@@ -80,16 +81,13 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     worst = batch.rewards.nan_to_num(nan=math.inf).view(-1, size).argmin(1)  # of each group
     for micro in micros:
         group = torch.searchsorted(batch.rows, micro.rows) // size
-        answers = [
-            (last_boxed(text) or text)[:50].strip() or "none"
-            for text in batch.select(group * size + worst[group]).texts
-        ]
+        texts = [batch.texts[place] for place in (group * size + worst[group]).tolist()]
+        answers = [(last_boxed(text) or text)[:50].strip() or "none" for text in texts]
         evidence = micro.scores - told_logp(run, micro, answers)
         weights = (micro.advantages.sign()[:, None] * evidence).exp().clamp(0.8, 1.2)
         micro.credit = (1 + run.args.cepo_lambda * (weights - 1)) * micro.mask
         if run.args.credit == "shuffled":
-            length = micro.mask.shape[1]
-            draws = row_draws(run.args.seed, "credit", run.rollout_number, micro.rows, length, size)
+            draws = credit_draws(run, micro)
             micro.credit = control_weights("shuffled", micro.credit, micro.mask, draws)
         micro.weights = normalize(micro.credit, micro.mask, 1.0)
 

@@ -14,11 +14,12 @@ ratio, the geometric mean, is left out.
 `clip_fraction` does not count the tokens that the second rule cuts, where A_i < 0.
 
 It is GRPO in the first update of a rollout, where every ratio is 1. --credit shuffled gives the
-prefix ratios of each completion to its tokens in random order, and --credit own keeps CTPO's bounds
-but gives every token its own ratio. These two are controls, of the past and of the bounds.
+prefix ratios of each completion to its tokens in random order, which tests where the past counts.
+--credit own keeps CTPO's bounds but gives every token its own ratio, which tests whether the past
+counts at all.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from grpo_arca import (
     Args,
@@ -26,8 +27,8 @@ from grpo_arca import (
     Run,
     Tensor,
     control_weights,
+    credit_draws,
     flag,
-    row_draws,
     torch,
 )
 
@@ -37,8 +38,10 @@ class Flags:
     credit: Literal["ctpo", "shuffled", "own"] = flag(
         "ctpo", "whose ratio a token has: its prefix's, another one's, or its own; 2 controls"
     )
-    log_clip_low: float = flag(0.025, "log r is clipped below minus this times sqrt(t)")
-    log_clip_high: float = flag(0.05, "and above this times sqrt(t)")
+    log_clip_low: Annotated[float, 1e-9, 1e18] = flag(
+        0.025, "log r is clipped below minus this times sqrt(t)"
+    )
+    log_clip_high: Annotated[float, 1e-9, 1e18] = flag(0.05, "and above this times sqrt(t)")
     # === END CREDIT ===
 
 
@@ -54,10 +57,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     for micro in micros:
         root = micro.mask.cumsum(1).sqrt()  # [B, T] of the position in the completion, from 1
         micro.bounds = ((-args.log_clip_low * root).exp(), (args.log_clip_high * root).exp())
-        length = micro.mask.shape[1]
-        micro.credit = row_draws(
-            args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
-        )
+        micro.credit = credit_draws(run, micro)
         micro.weights = micro.scores
 
 

@@ -8,25 +8,25 @@ keeps half of either. The source is "Delightful Policy Gradient" (arXiv 2603.146
 follows it, "Does This Gradient Spark Joy?" (2603.20526), leaves samples of little delight out of
 the backward pass, which is not done here. No code by their author was found. It is our choice that
 A_i is GRPO's, divided by the group's deviation. Formula and eta are those of a re-implementation,
-github.com/teilomillet/retrain. That can also divide s_t by its deviation in a completion;
-otherwise, most gates of a nearly certain language model would be half open. pi is the policy that
-sampled; the paper's is the present one, which is the same for a rollout's first update.
+github.com/teilomillet/retrain. That also bounds s_t, and can divide it by its deviation in a
+completion, because a nearly certain language model would leave most gates half open. pi is the
+policy that sampled; the paper's is the present one, which is the same for a rollout's first update.
 
 It is half of GRPO with an infinite --delight_eta, and where every token was certain. Adam hardly
 notices such a factor. --credit shuffled gives the gates of each completion to its tokens in random
 order.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from grpo_arca import (
     Batch,
     Run,
     Tensor,
     control_weights,
+    credit_draws,
     flag,
     normalize,
-    row_draws,
     torch,
 )
 
@@ -34,7 +34,9 @@ from grpo_arca import (
 class Flags:
     # === CREDIT ===
     credit: Literal["delight", "shuffled"] = flag("delight", "what weighs tokens; or a control")
-    delight_eta: float = flag(1.0, "the larger, the nearer all gates are to 1/2")
+    delight_eta: Annotated[float, 1e-9, 1e18] = flag(
+        1.0, "the larger, the nearer all gates are to 1/2"
+    )
     # === END CREDIT ===
 
 
@@ -51,10 +53,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         delight = micro.advantages[:, None] * micro.scores
         credit = torch.sigmoid(delight / args.delight_eta) * micro.mask
         if args.credit == "shuffled":
-            length = micro.mask.shape[1]
-            draws = row_draws(
-                args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
-            )
+            draws = credit_draws(run, micro)
             credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)

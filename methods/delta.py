@@ -14,8 +14,8 @@ kept, which takes four bytes for each hidden unit and token. Because the mean is
 and not over a completion, one side may get more weight than the other.
 
 It is GRPO if --delta_low equals --delta_high. If there is one side alone, as with --negative_weight
-0, there is nothing to compare, and we make all weights equal. --credit shuffled gives the weights
-of each completion to its tokens in random order.
+0, there is nothing to compare, and we make the weights of that side equal. --credit shuffled gives
+the weights of each completion to its tokens in random order.
 """
 
 from typing import Literal
@@ -25,9 +25,9 @@ from grpo_arca import (
     Run,
     Tensor,
     control_weights,
+    credit_draws,
     flag,
     normalize,
-    row_draws,
     torch,
 )
 
@@ -52,7 +52,7 @@ def margins(g: Tensor, praise: Tensor, blame: Tensor) -> Tensor:
     """Returns |g - c-|^2 - |g - c+|^2 of tokens [N, H], c weighed by praise and blame [N]."""
     above = praise @ g / praise.sum().clamp(min=1e-8)
     below = blame @ g / blame.sum().clamp(min=1e-8)
-    return 2 * g @ (above - below) - above @ above + below @ below
+    return (2 * g - above - below) @ (above - below)
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
@@ -60,7 +60,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     args = run.args
     g = torch.cat([micro.credit[micro.mask] for micro in micros])  # [N, H]
     advantages = torch.cat(
-        [(micro.advantages[:, None] * micro.mask)[micro.mask] for micro in micros]
+        [micro.advantages[:, None].expand_as(micro.mask)[micro.mask] for micro in micros]
     )
     sign = advantages.sign()
     praise = advantages.clamp(min=0)
@@ -76,22 +76,15 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         belonging = torch.full_like(belonging, 0.5)
     weights = args.delta_low + (args.delta_high - args.delta_low) * belonging * (sign != 0)
     # Completions without an advantage count in the mean, but micro-batches may lack them.
-    others = batch.mask[batch.advantages == 0].sum()
-    total = args.delta_low * others + weights[sign != 0].sum()
-    weights *= (others + (sign != 0).sum()) / total.clamp(min=1e-30)  # all 0: nothing is trained
+    other_tokens = batch.mask[batch.advantages == 0].sum()
+    total = args.delta_low * other_tokens + weights[sign != 0].sum()
+    weights *= (other_tokens + (sign != 0).sum()) / total.clamp(min=1e-30)  # all 0: none is trained
     parts = weights.split([int(micro.mask.sum()) for micro in micros])
     for micro, part in zip(micros, parts, strict=True):
         credit = torch.zeros_like(micro.entropy)
         credit[micro.mask] = part
         if args.credit == "shuffled":
-            draws = row_draws(
-                args.seed,
-                "credit",
-                run.rollout_number,
-                micro.rows,
-                micro.mask.shape[1],
-                args.num_generations,
-            )
+            draws = credit_draws(run, micro)
             credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)

@@ -13,9 +13,9 @@ ones.
 trains on as many tokens of each completion as the method, but on random ones.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from grpo_arca import Batch, Run, Tensor, control_weights, flag, row_draws
+from grpo_arca import Batch, Run, Tensor, control_weights, credit_draws, flag
 
 
 class Flags:
@@ -23,7 +23,7 @@ class Flags:
     credit: Literal["entropy_mask", "random", "shuffled"] = flag(
         "entropy_mask", "what chooses the tokens that are trained on; the last 2 are controls"
     )
-    kept_share: float = flag(0.2, "share of the tokens that are trained on")
+    kept_share: Annotated[float, 0, 1] = flag(0.2, "share of the tokens that are trained on")
     # === END CREDIT ===
 
 
@@ -40,10 +40,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     kept = max(1, round(args.kept_share * len(entropies)))
     lowest = entropies.topk(kept).values[-1]
     for micro in micros:
-        length = micro.mask.shape[1]
-        draws = row_draws(
-            args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
-        )
+        draws = credit_draws(run, micro)
         is_kept = micro.scores >= lowest
         if args.credit == "random":
             is_kept = draws < args.kept_share

@@ -19,7 +19,7 @@ weights of each completion to its tokens in random order.
 
 from typing import Literal
 
-from grpo_arca import Batch, Run, Tensor, control_weights, flag, normalize, row_draws
+from grpo_arca import Batch, Run, Tensor, control_weights, credit_draws, flag, normalize
 
 
 class Flags:
@@ -43,10 +43,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         surplus = (micro.scores - mean) / mean.clamp(min=1e-7)  # 0 where no token is uncertain
         credit = (1 + args.entropy_weight * surplus).clamp(min=0) * micro.mask
         if args.credit == "shuffled":
-            length = micro.mask.shape[1]
-            draws = row_draws(
-                args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
-            )
+            draws = credit_draws(run, micro)
             credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)

@@ -27,6 +27,7 @@ from grpo_arca import (
     Run,
     Tensor,
     control_weights,
+    credit_draws,
     flag,
     in_fp32,
     json,
@@ -34,7 +35,6 @@ from grpo_arca import (
     nn,
     normalize,
     replace,
-    row_draws,
     torch,
 )
 
@@ -57,9 +57,9 @@ def informed(run: Run, micro: Batch) -> Batch:
     for problem in micro.problems:
         answer = problem.answer
         if answer == "":
-            raise ValueError("a policy can be told no answer where the data has none")
+            raise ValueError("a problem has no answer that the policy could be told")
         if run.args.told == "wrong":  # that of another problem, the same one for a whole group
-            others = [other.answer for other in run.train_set if other.answer != answer]
+            others = [p.answer for p in run.train_set if p.answer not in ("", answer)]
             answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
         messages = whole_prompt(problem.prompt, run.args.system_prompt)
         place = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -91,16 +91,14 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     means = batch.rewards.view(-1, size).nanmean(1).nan_to_num()  # of groups; 0 if not judged
     priors = torch.logit(means, eps=1e-3).float()
     for micro in micros:
-        group = torch.searchsorted(batch.rows[::size] // size, micro.rows // size)
+        group = torch.searchsorted(batch.rows, micro.rows) // size
         # The belief after 0, 1, ..., T tokens.
         value = torch.sigmoid(priors[group, None] + F.pad(micro.scores.cumsum(1), (1, 0)))
         change = value.diff(dim=1)
         sign = micro.advantages.sign()[:, None]
         credit = sign * (sign * change).clamp(min=0)
         if run.args.credit == "shuffled":
-            draws = row_draws(
-                run.args.seed, "credit", run.rollout_number, micro.rows, micro.mask.shape[1], size
-            )
+            draws = credit_draws(run, micro)
             credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit.abs(), micro.mask, 1.0)

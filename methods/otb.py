@@ -11,11 +11,10 @@ take the place of A_i, and nothing is divided by a deviation. B_t is a mean of t
 --scale_rewards none A_it is the same as in verl, and otherwise it is that over the deviation. Where
 a single completion is left, verl has a baseline of 0, which praises what is right there and blames
 nothing; here it is the group's mean, as in GRPO. A completion that GRPO would not train on, such as
-one whose reward is the group's mean, has no part here. --negative_weight must be 1: it would move
-the baseline, too.
+one whose reward is the group's mean, has no part here.
 
-It is GRPO where the completions of a group have equal W, and beyond the end of all others. The
-credit is signed. --credit shuffled gives the credits of each completion to its tokens in random
+It is GRPO where all completions of a group reach t with equal W, and beyond the end of all others.
+The credit is signed. --credit shuffled gives the credits of each completion to its tokens in random
 order. The probabilities of all words cost one forward pass per token, half of what ARCA costs; verl
 takes them from a pass that it makes anyway.
 """
@@ -28,12 +27,12 @@ from grpo_arca import (
     Run,
     Tensor,
     control_weights,
+    credit_draws,
     flag,
     functools,
     head_logits,
     in_fp32,
     normalize,
-    row_draws,
     torch,
 )
 
@@ -55,27 +54,31 @@ def minus_energy(policy: torch.nn.Module, hidden: Tensor, targets: Tensor) -> Te
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     """Returns the squared length of the gradient of log p_t by the logits [B, T]."""
     with in_fp32(run) as policy:
-        # The forward pass makes logits in chunks. It returns minus what this makes of them.
+        # The forward pass calls this on chunks in place of its own method, and negates the result.
         policy.cross_entropy = functools.partial(minus_energy, policy)
         return policy(micro)[0]
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Subtracts from the advantages of a group their baseline at each position."""
+    if run.args.negative_weight != 1:
+        raise ValueError("--negative_weight would move the baseline, too: leave it at 1")
     size = run.args.num_generations
+    is_voter = (batch.advantages != 0) & batch.loss_mask.any(1)  # [B]
     votes = torch.zeros_like(batch.entropy)  # [B, T] W
     places = [torch.searchsorted(batch.rows, micro.rows) for micro in micros]
     for micro, place in zip(micros, places, strict=True):
         votes[place, : micro.mask.shape[1]] = micro.scores.cumsum(1) * micro.mask
-    votes = votes.unflatten(0, (-1, size))  # [groups, G, T]
-    # [groups, T]
+    votes = (votes * is_voter[:, None]).unflatten(0, (-1, size))  # [groups, G, T]
+    voters = (batch.mask & is_voter[:, None]).unflatten(0, (-1, size)).sum(1)  # [groups, T]
     baselines = (votes * batch.advantages.view(-1, size, 1)).sum(1) / votes.sum(1).clamp(min=1e-8)
-    baselines[batch.mask.unflatten(0, (-1, size)).sum(1) < 2] = 0.0  # the longest alone is left
+    baselines[voters < 2] = 0.0  # the longest alone is left
     for micro, place in zip(micros, places, strict=True):
         length = micro.mask.shape[1]
-        micro.credit = (micro.advantages[:, None] - baselines[place // size, :length]) * micro.mask
+        credit = micro.advantages[:, None] - baselines[place // size, :length]
+        micro.credit = credit * (micro.mask & is_voter[place, None])
         if run.args.credit == "shuffled":
-            draws = row_draws(run.args.seed, "credit", run.rollout_number, micro.rows, length, size)
+            draws = credit_draws(run, micro)
             micro.credit = control_weights("shuffled", micro.credit, micro.mask, draws)
         micro.weights = normalize(micro.credit.abs(), micro.mask, 1.0)
 

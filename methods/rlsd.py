@@ -2,15 +2,15 @@
 
     d_t = log pi(y_t | x and the answer, y_<t) - log pi(y_t | x, y_<t)
     w_t = clip(exp(sign(A_i) * d_t), .8, 1.2)
-    A_t = A_i * (1 - l + l * w_t)                       l = .5, fading to 0
+    A_t = A_i * (1 - l + l * w_t)                       l = .5, or fading to 0
 
 A token that the answer makes likelier gets more credit in a right completion, and less blame in a
 wrong one. The source is "Self-Distilled RLVR" (arXiv 2604.03128). There is public code by its
 authors (github.com/iie-ycx/RLSD) and in ms-swift (`--advantage_reweight rlsd`). This is as in
 ms-swift: the present policy is told the answer, and l does not fade unless
 --rlsd_lambda_decay_steps says so. In the authors' script, a copy that is renewed every 20 steps is
-told, and l fades within 60. As there, the policy is told the final answer. The words are ours: the
-user ends with "The answer is ...".
+told, and l fades within 60. As in that script, the policy is told the final answer. The words are
+ours: the user ends with "The answer is ...".
 
 It is GRPO with --rlsd_lambda 0, and where the answer changes nothing. --credit shuffled gives the
 weights of each completion to its tokens in random order. --told wrong tells the policy the answer
@@ -24,6 +24,7 @@ from grpo_arca import (
     Run,
     Tensor,
     control_weights,
+    credit_draws,
     flag,
     in_fp32,
     json,
@@ -31,7 +32,6 @@ from grpo_arca import (
     nn,
     normalize,
     replace,
-    row_draws,
     torch,
 )
 
@@ -56,9 +56,9 @@ def informed(run: Run, micro: Batch) -> Batch:
     for problem in micro.problems:
         answer = problem.answer
         if answer == "":
-            raise ValueError("a policy can be told no answer where the data has none")
+            raise ValueError("a problem has no answer that the policy could be told")
         if run.args.told == "wrong":  # that of another problem, the same one for a whole group
-            others = [other.answer for other in run.train_set if other.answer != answer]
+            others = [p.answer for p in run.train_set if p.answer not in ("", answer)]
             answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
         messages = whole_prompt(problem.prompt, run.args.system_prompt)
         place = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -96,14 +96,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         weights = (micro.advantages.sign()[:, None] * micro.scores).exp().clamp(1 - clip, 1 + clip)
         credit = (1 - share + share * weights) * micro.mask
         if args.credit == "shuffled":
-            draws = row_draws(
-                args.seed,
-                "credit",
-                run.rollout_number,
-                micro.rows,
-                micro.mask.shape[1],
-                args.num_generations,
-            )
+            draws = credit_draws(run, micro)
             credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)

@@ -15,17 +15,17 @@ It is GRPO while the mean entropy of a rollout's tokens is at or above --target_
 W = M = 1. --credit shuffled gives the weights of each completion to its tokens in random order.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from grpo_arca import (
     Batch,
     Run,
     Tensor,
     control_weights,
+    credit_draws,
     flag,
     math,
     normalize,
-    row_draws,
     torch,
 )
 
@@ -34,7 +34,9 @@ class Flags:
     # === CREDIT ===
     credit: Literal["stare", "shuffled"] = flag("stare", "what weighs tokens; shuffled: a control")
     stare_variant: Literal["O1", "C2"] = flag("O1", "C2 also spares surprising wrong tokens")
-    surprising_share: float = flag(0.1, "share of the tokens of either sign that is weighed")
+    surprising_share: Annotated[float, 1e-9, 1] = flag(
+        0.1, "share of the tokens of either sign that is weighed"
+    )
     amplification: float = flag(1.1, "W: weight of surprising tokens with A > 0")
     attenuation: float = flag(0.9, "M: weight of surprising tokens with A < 0, in C2")
     target_entropy: float = flag(0.3, "plain GRPO from this mean entropy on, in nats")
@@ -67,17 +69,14 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     metrics["stare_is_on"] = float(is_low)
     praised = surprising(micros, 1, args.surprising_share)
     blamed = surprising(micros, -1, args.surprising_share)
-    for micro, more, less in zip(micros, praised, blamed, strict=True):
+    for micro, is_praised, is_blamed in zip(micros, praised, blamed, strict=True):
         credit = micro.mask.float()
         if is_low:
-            credit[more] = args.amplification
+            credit[is_praised] = args.amplification
         if is_low and args.stare_variant == "C2":
-            credit[less] = args.attenuation
+            credit[is_blamed] = args.attenuation
         if args.credit == "shuffled":
-            length = micro.mask.shape[1]
-            draws = row_draws(
-                args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
-            )
+            draws = credit_draws(run, micro)
             credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)

@@ -14,17 +14,17 @@ It is GRPO where no token is in the tail, and with --tail_suppression 0. --credi
 weights of each completion to its tokens in random order.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from grpo_arca import (
     Batch,
     Run,
     Tensor,
     control_weights,
+    credit_draws,
     flag,
     math,
     normalize,
-    row_draws,
     torch,
 )
 
@@ -32,8 +32,12 @@ from grpo_arca import (
 class Flags:
     # === CREDIT ===
     credit: Literal["taco", "shuffled"] = flag("taco", "what weighs tokens; shuffled: a control")
-    tail_alpha: float = flag(0.01, "the smaller, the fewer tokens are in the tail")
-    tail_suppression: float = flag(0.9, "share of its credit that the worst token loses")
+    tail_alpha: Annotated[float, 1e-9, 1e18] = flag(
+        0.01, "the smaller, the fewer tokens are in the tail"
+    )
+    tail_suppression: Annotated[float, 0, 1] = flag(
+        0.9, "share of its credit that the worst token loses"
+    )
     # === END CREDIT ===
 
 
@@ -51,10 +55,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     for micro in micros:
         credit = micro.scores
         if args.credit == "shuffled":
-            length = micro.mask.shape[1]
-            draws = row_draws(
-                args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
-            )
+            draws = credit_draws(run, micro)
             credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)

@@ -132,7 +132,7 @@ def otb(row, rows):
         baseline = np.average(
             [x.advantage for x in voters], weights=[x.scores[: t + 1].sum() for x in voters]
         )
-        credit.append(row.advantage - (baseline if len(alive) > 1 else 0))
+        credit.append(row.advantage - (baseline if len(voters) > 1 else 0))
     return np.array(credit)
 
 
@@ -292,7 +292,7 @@ def test_cepo_compares_with_the_answer_of_the_worst_completion(make_run):
             credit = micro.credit[i, : len(evidence)]
             torch.testing.assert_close(credit, 0.5 + 0.5 * weights, rtol=0, atol=2e-4)
     batch.problems = [p._replace(answer="") for p in problems]
-    with pytest.raises(ValueError, match="the data has none"):
+    with pytest.raises(ValueError, match="has no answer"):
         cepo.token_scores(run, batch, {})
 
 
@@ -349,7 +349,7 @@ def test_evidence_is_what_the_answer_changes(make_run, name, clip, told, answers
     heard = run.tokenizer.decode(informed.ids[0, : informed.prompt_width])
     assert f"Add. The answer is {answers[0]}." in heard and heard.endswith("So")
     batch.problems = [p._replace(answer="") for p in run.train_set]
-    with pytest.raises(ValueError, match="the data has none"):
+    with pytest.raises(ValueError, match="has no answer"):
         load(name).informed(run, batch)
 
 

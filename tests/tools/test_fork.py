@@ -55,7 +55,7 @@ def test_a_fork_has_what_the_method_uses_and_not_what_it_does_not(tmp_path):
     found = made(tmp_path, "def token_scores(run, micro, metrics):\n    return micro.entropy\n")
     assert found.keys() == {
         "credit", "sharpening", "weight_stats", "token_scores", "normalize", "assign_credit",
-        "surrogate_terms", "control_weights",
+        "surrogate_terms", "control_weights", "credit_draws",
     }  # fmt: skip
     assert '"mine", "random", "shuffled"' in found["credit"]
     assert "return micro.entropy" in found["token_scores"]

@@ -41,6 +41,7 @@ def test_log_probs_and_gradients_are_the_stock_models(
     logp, hidden = run.policy.train(training)(batch)
     hook.remove()
     assert shapes == read
+    assert (logp[~batch.mask] == 0).all()  # a method may add them up
     weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(0))
     gradient = gradients(run, logp, weights)
     run.policy.eval()
