@@ -34,10 +34,11 @@ has the weight sum_t W[t,k]. log R_t is kept within -20 and 20.
 How to read this file: first come the flags, and the Batch of completions that the steps of training
 hand on. The method stands between the CREDIT marks. Then comes the training loop, `train`, and its
 steps: `collect`, `score` and `update`. They are followed by the policy's log-probabilities. The
-rest is machinery: sampling, set-up, checkpoints and the command line. Set-up begins with the Run,
-which all steps share: `run.model` is the model with its adapter, and `run.policy` the module around
-it that returns log-probs and hidden states. Except for this text, everything outside the CREDIT
-marks is the same in every grpo_*.py script, so a few arguments here serve only the others.
+rest is machinery, which a first reading may skip: sampling, set-up, checkpoints and the command
+line. Set-up begins with the Run, which all steps share: `run.model` is the model with its adapter,
+and `run.policy` the module around it that returns log-probs and hidden states. Except for this
+text, everything outside the CREDIT marks is the same in every grpo_*.py script, so a few arguments
+here serve only the others.
 
 A rollout of `rollout_size` completions, of all processes, is trained on in `updates_per_pass`
 updates of `update_size` completions each. --num_iterations passes make `updates_per_rollout`.
