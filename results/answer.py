@@ -58,7 +58,8 @@ HALF = "GRPO, 8 completions"  # in place of 16
 GRPO_AGAIN = "GRPO, groups drawn again"
 AGAIN = [name for name in METHODS if name.endswith(("drawn again", "72 completions"))]
 COMPARED = (*MAIN, *ORACLES)
-PLANNED = (*COMPARED, "ARCA, p = 2")  # rows on the wrong policy
+OAR_ON_RIGHT = "OAR-G, right answers only"
+PLANNED = (*COMPARED, "ARCA, p = 2", OAR_ON_RIGHT)  # rows on the wrong policy
 SAME_AS_GRPO = "GRPO, its KL logged"
 FEWEST_SEEDS = 3  # for an interval
 RIGHT_ONLY = "grpo_arca.py --credit uniform --negative_weight 0"
@@ -74,7 +75,7 @@ NAMES = {  # a method in the tables of worth and of tokens -> on the page
     "right alone": "right answers only",
     RIGHT_ONLY: "right answers only",
     "negative_weight 0.25": "wrong answers at a quarter",
-    "oar_g, right alone": "OAR-G, right answers only",
+    "oar_g, right alone": OAR_ON_RIGHT,
     "s_trace, right alone": "S-trace, right answers only",
     "right alone, by probability": "right answers only, by probability",
     "grpo_arca.py --credit probability --negative_weight 0": "right answers only, by probability",
@@ -84,7 +85,8 @@ NAMES = {  # a method in the tables of worth and of tokens -> on the page
 }
 WORTH = [  # the rows of the table of worth
     "surprisal", "entropy reduction", "OAR-G", "OAR-P", "S-trace", "right answers only",
-    "right answers only, by probability", "step values", "least variance", "null: other problems",
+    OAR_ON_RIGHT, "right answers only, by probability", "step values", "least variance",
+    "null: other problems",
 ]  # fmt: skip
 WORTH_POLICIES = {  # how the names of the data's files begin -> columns of that table
     "sharpening": "nearly right policy",
@@ -371,10 +373,15 @@ def differences() -> list[Row]:
         for group in groups_of(study):
             keeps_curves = min(map(len, group.lines())) > 3
             for figure in ("area", "end") if keeps_curves else ("end",):
-                row: Row = {"study": group.title(), "rate": group.rate, "method": group.method}
-                if group != group.baseline():
-                    row |= {"figure": figure} | comparison(group, group.baseline(), figure)
-                    rows.append(row)
+                others = {group.method: group.baseline()}
+                if group.method == OAR_ON_RIGHT:
+                    others[f"{OAR_ON_RIGHT}, over right answers only"] = group.of(
+                        "right answers only"
+                    )
+                for method, other in others.items():
+                    row: Row = {"study": group.title(), "rate": group.rate, "method": method}
+                    if group != other:
+                        rows.append(row | {"figure": figure} | comparison(group, other, figure))
     tested = [row for row in rows if row["p"] != ""]
     for row, corrected in zip(tested, holm([row["p"] for row in tested]), strict=True):
         row["p_holm"] = corrected
@@ -491,6 +498,19 @@ def over_policies(groups: list[Group], figure: str) -> str:
     if any(row["low"] == "" for row in rows):
         return "none"
     return shown(list(mean_interval(np.array([row["more"] for row in rows]))), "+.3f")
+
+
+def on_right_answers() -> Table:
+    """How far OAR-G on right answers only is above plain GRPO on them, and what was predicted."""
+    table = [["study", "seeds", "OAR-G's worth there", "plain GRPO's", "area over plain GRPO's",
+              "end over it"]]  # fmt: skip
+    for study in ("wrong_policy", "sharpening"):
+        group = Group(study, 1, "0.002", OAR_ON_RIGHT)
+        other = group.of("right answers only")
+        worths = [shown(measured(worth_of(study)[g.method], "adam")) for g in (group, other)]
+        leads = [group.over(other, figure) for figure in ("area", "end")]
+        table.append([TITLES[study], group.seeds(), *worths, *leads])
+    return table
 
 
 @cache
@@ -625,7 +645,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
         result, tests, wrong_policy, sharpening,
-        smollm2, three_policies, worth, laws, rivals, smollm2_float32,
+        smollm2, three_policies, on_right_answers, worth, laws, rivals, smollm2_float32,
         rivals_worth, tokens,
     )
 }  # fmt: skip
