@@ -76,6 +76,7 @@ NAMES = {  # a method in the tables of worth and of tokens -> on the page
     RIGHT_ONLY: "right answers only",
     "negative_weight 0.25": "wrong answers at a quarter",
     "oar_g, right alone": OAR_ON_RIGHT,
+    "grpo_oar.py --negative_weight 0": OAR_ON_RIGHT,
     "s_trace, right alone": "S-trace, right answers only",
     "right alone, by probability": "right answers only, by probability",
     "grpo_arca.py --credit probability --negative_weight 0": "right answers only, by probability",
@@ -375,7 +376,7 @@ def differences() -> list[Row]:
             for figure in ("area", "end") if keeps_curves else ("end",):
                 others = {group.method: group.baseline()}
                 if group.method == OAR_ON_RIGHT:
-                    others[f"{OAR_ON_RIGHT}, over right answers only"] = group.of(
+                    others[f"{OAR_ON_RIGHT}, over plain GRPO there"] = group.of(
                         "right answers only"
                     )
                 for method, other in others.items():
@@ -500,19 +501,6 @@ def over_policies(groups: list[Group], figure: str) -> str:
     return shown(list(mean_interval(np.array([row["more"] for row in rows]))), "+.3f")
 
 
-def on_right_answers() -> Table:
-    """How far OAR-G on right answers only is above plain GRPO on them, and what was predicted."""
-    table = [["study", "seeds", "OAR-G's worth there", "plain GRPO's", "area over plain GRPO's",
-              "end over it"]]  # fmt: skip
-    for study in ("wrong_policy", "sharpening"):
-        group = Group(study, 1, "0.002", OAR_ON_RIGHT)
-        other = group.of("right answers only")
-        worths = [shown(measured(worth_of(study)[g.method], "adam")) for g in (group, other)]
-        leads = [group.over(other, figure) for figure in ("area", "end")]
-        table.append([TITLES[study], group.seeds(), *worths, *leads])
-    return table
-
-
 @cache
 def worth_of(policy: str) -> dict[str, Row]:
     """Returns the rows of all tables of worth of an untrained policy, by the page's names."""
@@ -603,7 +591,7 @@ def predictions() -> list[tuple[str, Group, Group, list[float], list[float]]]:
             found.append((study, grpo, grpo.of(HALF), [1 / half, 1 / high, 1 / low], [2.0] * 3))
         for method, row in rows.items():
             worth = measured(row, "adam")
-            if method in COMPARED and grpo.of(method).is_there() and worth[0] != 1:
+            if method in PLANNED and grpo.of(method).is_there() and worth[0] != 1:
                 completions = measured(row, "completions")
                 found.append((study, grpo.of(method), grpo, worth, completions))
     return found
@@ -645,7 +633,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
         result, tests, wrong_policy, sharpening,
-        smollm2, three_policies, on_right_answers, worth, laws, rivals, smollm2_float32,
+        smollm2, three_policies, worth, laws, rivals, smollm2_float32,
         rivals_worth, tokens,
     )
 }  # fmt: skip

@@ -60,8 +60,6 @@ METHODS = {
     "ARCA's weights, shuffled": "grpo_arca.py --credit shuffled",
     "OAR-G": "grpo_oar.py --credit oar_g",
     "OAR-G, right answers only": "grpo_oar.py --credit oar_g --negative_weight 0",
-    "OAR-G's weights, shuffled, right answers only": "grpo_oar.py --credit shuffled "
-    "--negative_weight 0",
     "OAR-P": "grpo_oar.py --credit oar_p",
     "S-trace": "grpo_strace.py --credit s_trace --trace_normalize False",
     "S-trace, normalized": "grpo_strace.py --credit s_trace --trace_normalize True",
@@ -137,7 +135,6 @@ PLAN = [  # study, methods, updates, learning rate (None: GRPO's), seeds
     ("wrong_policy_3", MAIN, 1, "0.001", 4),
     ("sharpening", [GRPO, "right answers only", "OAR-G, right answers only"], 1, None, 16),
     ("sharpening", ["GRPO, 8 completions"], 1, None, 8),
-    ("sharpening", ["OAR-G's weights, shuffled, right answers only"], 1, None, 8),
     ("sharpening", [*MAIN, "ARCA's weights, shuffled", "S-trace, normalized"], 1, None, 8),
     ("sharpening", [GRPO, "right answers only", "ARCA", "S-trace"], 4, None, 8),
     ("sharpening", ["S-trace, normalized"], 4, None, 8),
