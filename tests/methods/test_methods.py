@@ -223,13 +223,14 @@ def test_otb_has_no_baseline_where_nobody_votes_and_none_that_a_missing_reward_m
     run, batch, micros = credited("otb")
     batch.advantages = torch.tensor([1.0, -1, 0, 0, 0, 0, 0, 0])  # the others had no reward, say
     batch.attention[:] = True
-    micros = [batch.select(torch.tensor([0, 1])), batch.select(torch.tensor([4]))]
+    batch.attention[1, -6:] = False  # then the first completion is alone among those that vote
+    micros = [batch.select(torch.tensor([0, 1])), batch.select(torch.tensor([2]))]
     micros[0].scores = torch.tensor([0.0, 0.2, 0.0])[:, None].T.repeat(2, 4)  # a token was certain
     micros[0].scores[1] *= 3
-    micros[1].scores = torch.zeros(1, 12)
+    micros[1].scores = torch.ones(1, 12)
     assign("otb", run, batch, micros)
     # W is 0 for the first token, and after it .2 to .6 and so on: always 1 to 3.
-    expected = torch.tensor([[1.0] + 11 * [1.5], [-1.0] + 11 * [-0.5]])
+    expected = torch.tensor([[1.0] + 5 * [1.5] + 6 * [1.0], [-1.0] + 5 * [-0.5] + 6 * [0.0]])
     torch.testing.assert_close(micros[0].credit, expected)
     assert (micros[1].credit == 0).all()
 
