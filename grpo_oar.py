@@ -952,8 +952,8 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     # `means` returns nothing where nothing counts, as when no token is trained on: 0 stands there.
     figures = dict.fromkeys(averages[0], 0.0) | means(accelerator, averages)
 
-    # Take the step, unless it would put NaN into the weights. Nothing can fail between the step and
-    # `run.step += 1`, so a checkpoint never has one update more than it says.
+    # Take the step, unless it would put NaN into the weights. What may fail stands before it, so
+    # that no checkpoint has one update more than it says.
     learning_rate = run.args.learning_rate * run.share_of_peak_rate(run.step + 1)
     run.optimizer.param_groups[0]["lr"] = learning_rate
     is_finite = math.isfinite(total_loss + grad_norm)
@@ -1449,9 +1449,7 @@ class Run:
             )
 
         # The policy, its optimizer and its schedule.
-        self.model = load_policy(
-            args, self.accelerator.device
-        )  # without the adapter it is the base
+        self.model = load_policy(args, self.accelerator.device)  # disable its adapter for the base
         stops = (  # a model may name only one of these, and end its turn with another
             self.model.generation_config.eos_token_id,
             self.tokenizer.eos_token_id,

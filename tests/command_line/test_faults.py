@@ -19,18 +19,16 @@ def fail(run, *_):
 def test_an_error_saves_the_updates_so_far(run_main, monkeypatch, tmp_path, where):
     """Wherever it comes from. That they suffice to go on is in test_resume.py. The rollout of the
     error, which is sampled again then, is not on the page yet."""
-    log = grpo_arca.Accelerator.log
-    update = grpo_arca.update
-    means = grpo_arca.means
+    owner = grpo_arca.Accelerator if where == "log" else grpo_arca
+    inner = getattr(owner, where)
     calls = itertools.count()  # of `means`: each update's is the second of two
     broken = {
-        "log": lambda self, _, step: fail(None) if step == 1 else log(self, _, step),
-        "update": lambda run, micros: fail(run) if run.step == 1 else update(run, micros),
-        "means": lambda *given: fail(None) if next(calls) == 3 else means(*given),
+        "log": lambda self, _, step: fail(None) if step == 1 else inner(self, _, step),
+        "update": lambda run, micros: fail(run) if run.step == 1 else inner(run, micros),
+        "means": lambda *given: fail(None) if next(calls) == 3 else inner(*given),
     }[where]
     with monkeypatch.context() as patch:
         patch.setattr(grpo_arca, "credit_example", lambda *given: [{"step": given[3]}])
-        owner = grpo_arca.Accelerator if where == "log" else grpo_arca
         patch.setattr(owner, where, broken)
         with pytest.raises(torch.OutOfMemoryError, match="memory is full"):
             run_main(max_steps=2, save_steps=0, eval_steps=1)

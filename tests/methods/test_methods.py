@@ -233,6 +233,8 @@ def test_otb_has_no_baseline_where_nobody_votes_and_none_that_a_missing_reward_m
     expected = torch.tensor([[1.0] + 5 * [1.5] + 6 * [1.0], [-1.0] + 5 * [-0.5] + 6 * [0.0]])
     torch.testing.assert_close(micros[0].credit, expected)
     assert (micros[1].credit == 0).all()
+    with pytest.raises(ValueError, match="negative_weight"):
+        credited("otb", negative_weight=0.5)
 
 
 def test_gtpo_leaves_a_rollout_alone_whose_tokens_were_all_certain():
