@@ -6,8 +6,8 @@
     accelerate launch grpo_strace.py --model_name_or_path Qwen/Qwen3-1.7B ...   # as in README.md
 
 GRPO (arXiv 2402.03300) samples a group of completions for each prompt. The advantage A_i of a
-completion is its reward minus the group's mean, over the group's standard deviation. The ratio
-rho_t compares the trained policy with the one that sampled token t, and each token's ratio
+completion is its reward minus the group's mean, divided by the group's standard deviation. The
+ratio rho_t compares the trained policy with the one that sampled token t, and each token's ratio
 multiplies the same advantage. A trace method replaces that ratio by a product over tokens:
 
     log R_t = sum_k W[t,k] * log rho_k
@@ -31,21 +31,22 @@ quantile q and its scope, whether the rows of W sum to 1, and whether a masked t
 ratio. We also differentiate through the trace: even where all ratios are 1, the gradient of token k
 has the weight sum_t W[t,k]. log R_t is kept within -20 and 20.
 
-How to read this file: first come the flags, and the Batch of completions that the steps of training
-hand on. The method stands between the CREDIT marks. Then comes the training loop, `train`, and its
-steps: `collect`, `score` and `update`. They are followed by the policy's log-probabilities. The
-rest is machinery, which a first reading may skip: sampling, set-up, checkpoints and the command
-line. Set-up begins with the Run, which all steps share: `run.model` is the model with its adapter,
-and `run.policy` the module around it that returns log-probs and hidden states. Except for this
-text, everything outside the CREDIT marks is the same in every grpo_*.py script, so a few arguments
-here serve only the others.
+How to read this file: first come the flags, and the Batch of completions that each step of training
+hands to the next. The method stands between the CREDIT marks. Then comes the training loop,
+`train`, and its steps: `collect`, `score` and `update`. They are followed by the policy's
+log-probabilities. The rest is machinery, which a first reading may skip: sampling, set-up,
+checkpoints and the command line. Set-up begins with the Run, which all steps share: `run.model` is
+the model with its adapter, and `run.policy` the module around it that returns log-probs and hidden
+states. Except for this text, everything outside the CREDIT marks is the same in every grpo_*.py
+script, so a few arguments here serve only the others.
 
-A rollout of `rollout_size` completions, of all processes, is trained on in `updates_per_pass`
-updates of `update_size` completions each. --num_iterations passes make `updates_per_rollout`.
+A rollout has `rollout_size` completions, over all processes. A pass over it takes
+`updates_per_pass` updates, each on `update_size` completions. The --num_iterations passes together
+take `updates_per_rollout` updates.
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
-`rows` are numbers of completions in the whole rollout, and `places` are indices into a batch.
+`rows` are indices into the whole rollout, and `places` are indices into a batch.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ from common.reward import (
     code_digests,
     load_reward_funcs,
     log_means,
+    places_without_signal,
     reward_values,
-    rows_without_signal,
     weighted_sum,
 )
 from common.task import Problem
@@ -119,7 +120,7 @@ LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
-Positive = Annotated[int, 1, 1e18]  # a type with its range; that of plain numbers is 0 to 1e18
+Positive = Annotated[int, 1, 1e18]  # with its lowest and highest value, else 0 and 1e18
 
 
 def flag(default: Any, help: str) -> Any:
@@ -197,7 +198,7 @@ class Args:
         "group", "divide advantages by the standard deviation of rewards in the group | batch"
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = flag(
-        "sum_then_normalize", "of several rewards; the other one is GDPO (arXiv 2601.05242)"
+        "sum_then_normalize", "of several rewards; normalize_then_sum is GDPO (arXiv 2601.05242)"
     )
     negative_weight: float = flag(1.0, "scales advantages below 0; 0 ignores them")
     epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon")
@@ -277,7 +278,7 @@ NOT_SET = torch.empty(0)  # what a Batch holds until a later step of the loop se
 class Batch:
     """Completions, and what is known about them so far."""
 
-    rows: Tensor  # [B] number of each completion in the whole rollout: prompt * G + sample
+    rows: Tensor  # [B] index of each completion in the whole rollout: prompt * G + sample
     prompt_width: int  # P
     ids: Tensor  # [B, P + T]
     attention: Tensor  # [B, P + T] bool: False on padding
@@ -285,14 +286,14 @@ class Batch:
     sampled_logp: Tensor  # [B, T] from the decode loop, at --temperature, before top_p
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] whole answers: what the prompt begins of one, then the completion
+    texts: list[str]  # [B] what the prompt begins of the answer, as <think>, then the completion
     completion_ids: list[list[int]]  # [B] tokens of the completion alone, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # set by `collect`
     rewards: Tensor = NOT_SET  # [B] their weighted sum; NaN if none applies
     advantages: Tensor = NOT_SET  # [B]
     loss_mask: Tensor = NOT_SET  # [B, T] bool: the tokens that are trained on
-    update_tokens: float = 0.0  # such tokens per update: mean over the rollout, all processes
+    update_tokens: float = 0.0  # such tokens per update, on average, over all processes
     # set by `score`
     old_logp: Tensor = NOT_SET  # [B, T] before the first of several updates, in training mode
     reference_logp: Tensor = NOT_SET  # [B, T] of the policy before training if beta > 0, or of the
@@ -462,7 +463,6 @@ def train(run: Run) -> None:
     evaluate(run)
     was_evaluated = True
     while run.step < args.max_steps:
-        # Collect a rollout and score its tokens.
         former_step = run.step
         metrics: dict[str, float] = {}
         batch = collect(run, metrics)
@@ -474,7 +474,7 @@ def train(run: Run) -> None:
         # Update the policy. If a reward function has swallowed a Ctrl-C or SIGTERM, end the run.
         if run.is_interrupted:
             raise KeyboardInterrupt
-        run.is_updating = True  # a signal now waits for the end of the updates
+        run.defers_signals = True  # to the end of the updates
         # The list is repeated, for one pass after another.
         for micros in (updates * args.num_iterations)[: args.max_steps - run.step]:
             with timed(metrics, "seconds_update"):
@@ -488,7 +488,7 @@ def train(run: Run) -> None:
             run.page_examples += credit_example(
                 run.tokenizer, all_micros, args.num_generations, former_step, args.system_prompt
             )
-        run.is_updating = False
+        run.defers_signals = False
         if run.is_interrupted:
             raise KeyboardInterrupt
         if run.log.has_diverged():
@@ -498,7 +498,6 @@ def train(run: Run) -> None:
                 "--learning_rate and go on"
             )
 
-        # Save a checkpoint and evaluate, where they are due.
         if run.has_reached(args.save_steps, former_step):
             save_checkpoint(run)
         was_evaluated = run.has_reached(args.eval_steps or args.max_steps, former_step)
@@ -528,7 +527,7 @@ def collect(run: Run, metrics: dict) -> Batch:
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
             rewards = batch.function_rewards.unflatten(0, (-1, args.num_generations))
-            places = rows_without_signal(aggregated_advantages(args, rewards, run.reward_weights))
+            places = places_without_signal(aggregated_advantages(args, rewards, run.reward_weights))
             if len(places) > 0:
                 batch.put(places, sample_attempt(run, rows[places.cpu()], attempt, logged))
 
@@ -543,7 +542,6 @@ def collect(run: Run, metrics: dict) -> Batch:
     advantages[advantages < 0] *= args.negative_weight
     batch.advantages = advantages.flatten()[batch.rows]
 
-    # Choose the tokens to train on: all, but for those of truncated completions if a flag says so.
     batch.loss_mask = batch.mask & ~(batch.truncated & args.mask_truncated_completions)[:, None]
     batch.update_tokens = (
         accelerator.reduce(batch.loss_mask.sum(), "sum").item() / run.updates_per_pass
@@ -564,7 +562,7 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     suffix = f" attempt {attempt}" if attempt > 0 else ""
     # A group that is drawn again takes its problem from another shuffle.
     shuffle_seed = f"{args.seed}{suffix}" if args.shuffle_dataset or attempt > 0 else None
-    # Positions in the endless row of epochs.
+    # Positions in the endless sequence of epochs.
     positions = (rows + run.rollout_number * run.rollout_size) // args.num_generations
     problems = [
         run.train_set[problem_at(position, len(run.train_set), shuffle_seed)]
@@ -590,10 +588,10 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
 
 
 def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
-    """Returns each update's micro-batches: completions with a gradient, sorted by length.
+    """Returns each update's micro-batches of the completions that have a gradient.
 
-    Sorted, they need little padding. Without a KL term, a completion whose advantage is 0 has no
-    gradient, so its loss mask is cleared first.
+    They are sorted by length, so that they need little padding. Without a KL term, a completion
+    whose advantage is 0 has no gradient, so its loss mask is cleared first.
     """
     if run.args.beta == 0:
         batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
@@ -609,14 +607,14 @@ def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
     return updates
 
 
-def aggregated_advantages(args: Args, rewards: Tensor, weights: Tensor) -> Tensor:
+def aggregated_advantages(args: Args, rewards: Tensor, reward_weights: Tensor) -> Tensor:
     """Returns advantages [prompts, G] from the rewards of F functions, [prompts, G, F]."""
     if args.multi_objective_aggregation == "sum_then_normalize":
-        advantages = group_advantages(weighted_sum(rewards, weights), args.scale_rewards)
+        advantages = group_advantages(weighted_sum(rewards, reward_weights), args.scale_rewards)
     else:  # GDPO (arXiv 2601.05242): normalize each function by group, then the sum by batch
         # NaN again where no reward is known, so that the sum leaves it out.
         normalized = group_advantages(rewards, "group").where(~rewards.isnan(), torch.nan)
-        total = weighted_sum(normalized, weights)
+        total = weighted_sum(normalized, reward_weights)
         # `view(1, -1)` makes one group of the whole batch.
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
         advantages[total == 0] = 0.0  # the totals' mean is 0, so this drops what rounding left
@@ -662,7 +660,7 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
-        # A score that is not finite must not be hidden: with NaN here, `update` takes no step.
+        # A method may clamp away a score that is not finite. With NaN here, `update` takes no step.
         micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
@@ -718,7 +716,8 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
 def training_forward(run: Run, micro: Batch) -> Tensor:
     """Returns log-probs [B, T] in training mode.
 
-    Dropout is seeded by rollout and row, so that old and new log-probs drop the same units.
+    Dropout is seeded by the rollout and the first row, so that old and new log-probs drop the same
+    units.
     """
     torch.manual_seed(key_seed(run.args.seed, "dropout", run.rollout_number, int(micro.rows[0])))
     run.policy.train()
@@ -728,25 +727,25 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. A divisor is
-    that of the whole update, and also counts the completions that `micro_batches` has left out. So
-    the sum of an update's losses does not depend on how it is split. For dapo, it is the mean
-    number of tokens of the rollout's updates.
+    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Each divisor
+    describes the whole update, with the completions that `micro_batches` has left out. So the
+    losses of its micro-batches add up to the same sum, however it is split. For dapo, it is the
+    mean number of tokens in the rollout's updates.
     """
     args = run.args
-    log_importance, advantages = surrogate_terms(args, micro, logp - old_logp)
-    ratio = log_importance.exp()
+    log_ratio, token_advantages = surrogate_terms(args, micro, logp - old_logp)
+    ratio = log_ratio.exp()
     epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     low, high = micro.bounds or (1 - args.epsilon, 1 + epsilon_high)
-    loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+    loss = -torch.min(ratio * token_advantages, ratio.clamp(low, high) * token_advantages)
     if args.beta > 0:
         reference_log_ratio = micro.reference_logp - logp
         kl = reference_log_ratio.exp() - reference_log_ratio - 1  # k3, joschu.net/blog/kl-approx
         if args.use_bias_correction_kl:  # the gradient of the reverse KL, arXiv 2512.02556
             kl = kl * ratio
         loss = loss + args.beta * kl
-    clipped = torch.where(advantages > 0, ratio > high, ratio < low)
-    clipped = clipped & (advantages != 0) & micro.loss_mask
+    clipped = torch.where(token_advantages > 0, ratio > high, ratio < low)
+    clipped = clipped & (token_advantages != 0) & micro.loss_mask
 
     divisors = {
         "grpo": run.update_size * micro.loss_mask.sum(1, keepdim=True).clamp(min=1),  # [B, 1]
@@ -763,10 +762,10 @@ def evaluate(run: Run) -> None:
     All evaluations use the same random numbers.
     """
     own_funcs = {name: function for name, function in run.reward_funcs.items() if function}
-    # As in run.reward_funcs, None is the grader. No function can have the name "".
+    # As in run.reward_funcs, None stands for the grader. No function can have the name "".
     grader: dict[str, Any] = {"": None}
     kinds = {"greedy": (1, grader), "sampled": (run.args.num_generations_eval, grader | own_funcs)}
-    verdicts: list[Any] = []  # of each answer: kind, number of the problem, truncated, and rewards
+    verdicts: list[Any] = []  # of each answer: kind, index of the problem, truncated, and rewards
     for kind, (samples, functions) in kinds.items():
         all_rows = torch.arange(len(run.held_out) * samples).view(-1, samples)
         rows = all_rows[run.accelerator.process_index :: run.accelerator.num_processes].flatten()
@@ -812,7 +811,7 @@ class LogProbs(nn.Module):
         that predict the tokens. Where log-probs are not needed, they are NOT_SET: the head is a
         large part of a small model.
         """
-        base = self.model.get_base_model()
+        causal_lm = self.model.get_base_model()  # with the adapter in its layers
         attention = micro.attention.long()
         targets = micro.ids[:, micro.prompt_width :]  # [B, T]
 
@@ -821,13 +820,13 @@ class LogProbs(nn.Module):
         cached = micro.prompt_width - 1
         cache = prompt_cache(self.model, micro.ids[:, :cached], attention[:, :cached])
         start = 0 if cache is None else cached
-        hidden = hidden_states(base, micro.ids[:, start:-1], attention[:, :-1], cache)
+        hidden = hidden_states(causal_lm, micro.ids[:, start:-1], attention[:, :-1], cache)
         hidden = hidden[:, -targets.shape[1] :]  # [B, T, H]
         if not needs_logp:
             return NOT_SET, hidden
 
         # Compute logits in chunks, and recompute them in the backward pass instead of keeping them.
-        size = max(1, LOGITS_PER_CHUNK // len(base.get_output_embeddings().weight))
+        size = max(1, LOGITS_PER_CHUNK // len(causal_lm.get_output_embeddings().weight))
         chunks = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
         losses = [
             torch.utils.checkpoint.checkpoint(self.cross_entropy, *chunk, use_reentrant=False)
@@ -843,9 +842,9 @@ class LogProbs(nn.Module):
 def prompt_cache(
     model: PeftModel, ids: Tensor, attention: Tensor
 ) -> transformers.DynamicCache | None:
-    """Returns a cache that holds the prompts [B, P], or None where a cache cannot be used.
+    """Returns a cache that holds prompts [B, P], or None where a cache cannot be used.
 
-    Gradients flow through the cache. Checkpointed layers do not accept one, and linear attention
+    Gradients flow through the cache. Checkpointed layers accept no cache, and linear attention
     keeps a running state instead of keys and values.
     """
     if (
@@ -862,19 +861,20 @@ def prompt_cache(
     return cache
 
 
-def read_prompts(base: transformers.PreTrainedModel, prompt_ids: Tensor, cache: Any) -> Tensor:
+def read_prompts(causal_lm: transformers.PreTrainedModel, prompt_ids: Tensor, cache: Any) -> Tensor:
     """Puts prompts [B, P], in which -1 is no token, into a cache. Returns hidden states [B, P, H].
 
     Each distinct prompt is read once, and what it leaves in the cache is copied to all its rows.
     """
     unique_prompts, copy_of = prompt_ids.unique(dim=0, return_inverse=True)  # [U, P], [B]
-    hidden = hidden_states(base, unique_prompts.clamp(min=0), (unique_prompts >= 0).long(), cache)
+    attention = (unique_prompts >= 0).long()
+    hidden = hidden_states(causal_lm, unique_prompts.clamp(min=0), attention, cache)
     cache.reorder_cache(copy_of)
     return hidden[copy_of]
 
 
 def hidden_states(
-    base: transformers.PreTrainedModel, inputs: Tensor, attention: Tensor, cache: Any = None
+    causal_lm: transformers.PreTrainedModel, inputs: Tensor, attention: Tensor, cache: Any = None
 ) -> Tensor:
     """Returns hidden states [B, N, H] after the final norm, for ids [B, N] or embeddings [B, N, H].
 
@@ -883,7 +883,7 @@ def hidden_states(
     are_embeddings = inputs.is_floating_point()
     # In decoding, the empty columns at the end repeat the newest token's position.
     positions = (attention.cumsum(1) - 1).clamp(min=0)
-    return base.base_model(
+    return causal_lm.base_model(  # all but the head
         input_ids=None if are_embeddings else inputs,
         inputs_embeds=inputs if are_embeddings else None,
         attention_mask=attention,
@@ -893,10 +893,10 @@ def hidden_states(
     ).last_hidden_state
 
 
-def head_logits(base: transformers.PreTrainedModel, hidden: Tensor) -> Tensor:
+def head_logits(causal_lm: transformers.PreTrainedModel, hidden: Tensor) -> Tensor:
     """Returns logits [..., V] for last hidden states [..., H], scaled as each model family does."""
-    logits = base.get_output_embeddings()(hidden).float()
-    config = base.config.get_text_config()
+    logits = causal_lm.get_output_embeddings()(hidden).float()
+    config = causal_lm.config.get_text_config()
     factor = (getattr(config, "logit_scale", None) or 1.0) / (  # Cohere
         getattr(config, "logits_scaling", None) or 1.0  # Granite
     )
@@ -910,15 +910,15 @@ def head_logits(base: transformers.PreTrainedModel, hidden: Tensor) -> Tensor:
 def in_fp32(run: Run) -> Iterator[nn.Module]:
     """Yields the policy as a module that computes in fp32, whatever --dtype is.
 
-    Its weights are the training forward's, to the bit: with bf16, NF4 weights become bf16 numbers
-    first, which fp32 holds exactly.
+    Its weights are exactly those of the training forward: NF4 weights become numbers of --dtype
+    first, and fp32 holds every bf16 number.
     """
     layers = [m for m in run.model.modules() if hasattr(m, "compute_dtype")]  # NF4
     bf16_parameters = [p for p in run.model.parameters() if p.dtype == torch.bfloat16]
     try:
         for layer in layers:
-            # This attribute replaces the class's method until it is removed. The backward pass of
-            # OAR-G computes the dense weight again, so that not all of them are kept.
+            # This attribute replaces the class's method until it is removed. It is checkpointed for
+            # grpo_oar.py, whose backward pass makes each dense weight again and keeps none.
             layer.forward = functools.partial(
                 torch.utils.checkpoint.checkpoint, nf4_in_fp32, layer, use_reentrant=False
             )
@@ -933,7 +933,7 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
 
 
 def nf4_in_fp32(layer: Any, x: Tensor) -> Tensor:
-    """Returns the product of x and an NF4 layer's weight, which is first rounded to --dtype."""
+    """Returns what an NF4 layer computes from x, its weights rounded to --dtype first."""
     weight = dequantize_bnb_weight(layer.weight).to(layer.compute_dtype).float()
     return F.linear(x, weight, layer.bias)
 
@@ -992,39 +992,42 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
     Returns ids [B, P + T], where -1 is no token, and log-probs and entropies [B, T]. This is our
     own loop because `generate` does not compile NF4 layers and returns no entropies.
     """
-    base = run.model.get_base_model()
+    causal_lm = run.model.get_base_model()
     length = draws.shape[1]  # T
     prompt_width = prompt_ids.shape[1]  # P
-    left = int((prompt_ids >= 0).any(0).nonzero()[0])  # columns of padding alone, not in the cache
+    first_column = int((prompt_ids >= 0).any(0).nonzero()[0])  # with a token; the cache begins here
     ids = F.pad(prompt_ids, (0, length), value=-1)  # [B, P + T]
     logp = torch.zeros(ids.shape, device=ids.device)  # as wide as ids, to share its indices
     entropy = torch.zeros_like(logp)
     places = torch.arange(len(ids), device=ids.device)  # [n] of completions that have not ended
     column = torch.tensor([prompt_width], device=ids.device)  # [1] of the next token
-    cache = transformers.StaticCache(config=base.config, max_cache_len=prompt_width - left)
+    cache = transformers.StaticCache(
+        config=causal_lm.config, max_cache_len=prompt_width - first_column
+    )
     # A sliding-window layer counts its position on the host, where a CUDA graph cannot update it.
     cache.layers = [
-        StaticLayer(prompt_width - left) if is_sliding else layer
+        StaticLayer(prompt_width - first_column) if is_sliding else layer
         for layer, is_sliding in zip(cache.layers, cache.is_sliding, strict=True)
     ]
 
     def step(places: Tensor, hidden: Tensor, end: int) -> None:
-        """Samples the column's tokens from hidden states [n, H], which become the new tokens' own.
+        """Samples the next tokens from `hidden` [n, H], and puts their own hidden states there.
 
         Tensors are changed in place, so that a recorded step can be replayed.
         """
         at = (places, column)
         ids[at], logp[at], entropy[at] = sample_tokens(
-            head_logits(base, hidden),
+            head_logits(causal_lm, hidden),
             draws[places, column - prompt_width],
             0.0 if is_greedy else run.args.temperature,
             run.args.top_p,
         )
-        attention = (ids[places, left:end] >= 0).long()  # [n, tokens that the cache has room for]
-        hidden.copy_(hidden_states(base, ids[places, column, None], attention, cache)[:, -1])
+        # [n, tokens that the cache has room for]
+        attention = (ids[places, first_column:end] >= 0).long()
+        hidden.copy_(hidden_states(causal_lm, ids[places, column, None], attention, cache)[:, -1])
         column.add_(1)
 
-    hidden = read_prompts(base, prompt_ids[:, left:], cache)[:, -1]  # [n, H]
+    hidden = read_prompts(causal_lm, prompt_ids[:, first_column:], cache)[:, -1]  # [n, H]
     for sampled in range(0, length, SEGMENT):  # tokens of each completion so far
         # Drop the completions that have ended, and make room for a segment of the others.
         has_ended = torch.isin(ids[places, prompt_width:], run.eos_ids).any(1)  # [n]
@@ -1174,22 +1177,21 @@ class Run:
         )
         if self.accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
             fail(f"launch it on one device or with DDP, not {self.accelerator.distributed_type}")
-        # A rollout is trained on in --num_iterations passes.
         self.updates_per_pass = args.steps_per_generation // args.gradient_accumulation_steps
         self.updates_per_rollout = args.num_iterations * self.updates_per_pass
         # In completions:
         own_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.update_size = own_size * self.accelerator.num_processes
         self.rollout_size = self.update_size * self.updates_per_pass
-        # No group is split between processes. With several, each one's part of an update must be
-        # whole groups; one process may have a group in two updates of a rollout.
-        whole_groups = self.rollout_size if self.accelerator.num_processes == 1 else own_size
+        # No group is split between processes. Several of them each need whole groups in every
+        # update. A single one needs them in the rollout, so two updates may share a group.
+        size_in_groups = self.rollout_size if self.accelerator.num_processes == 1 else own_size
         if (
             args.steps_per_generation % args.gradient_accumulation_steps > 0
-            or whole_groups % args.num_generations > 0
+            or size_in_groups % args.num_generations > 0
         ):
             fail(
-                f"--num_generations must divide a process's {whole_groups} completions, and "
+                f"--num_generations must divide a process's {size_in_groups} completions, and "
                 "--gradient_accumulation_steps the --steps_per_generation"
             )
 
@@ -1228,15 +1230,15 @@ class Run:
             if p.requires_grad
         }
 
-        # The progress.
+        # What identifies the run, and its progress.
         self.config = asdict(args) | code_digests(self.reward_funcs)
         self.config["adapter_size"] = describe_adapter(self.model)
         self.run_id = uuid.uuid4().hex[:8]  # by which a tracker knows it again
         self.identity = identity_of(self)
         self.step = 0  # updates so far
         self.page_examples: list[dict] = []  # groups of completions that credit.html shows
-        self.is_updating = False
-        self.is_interrupted = False  # a signal has come: end after the updates of this rollout
+        self.defers_signals = False  # while the policy is updated, or a checkpoint saved at the end
+        self.is_interrupted = False  # a signal has come
 
     @property
     def rollout_number(self) -> int:
@@ -1255,7 +1257,7 @@ class Run:
     def interrupt(self, number: int, frame: object) -> None:
         """Ends the run, at once or after the updates of this rollout if they have begun."""
         self.is_interrupted = True
-        if not self.is_updating:
+        if not self.defers_signals:
             raise KeyboardInterrupt
 
 
@@ -1391,8 +1393,8 @@ def save_checkpoint(run: Run) -> None:
     """Saves <output_dir>/checkpoint-<step>, and deletes the oldest beyond --save_total_limit.
 
     The one with the best evaluation is kept and not counted. Only the main process saves, and no
-    other waits for it. Nothing is saved between two updates on a rollout: a resumed run would
-    sample it again with a policy that has changed.
+    other waits for it. Nothing is saved between two updates on a rollout, but at the end: a
+    resumed run would sample the rollout again, with a policy that has changed.
     """
     folder = Path(run.args.output_dir, f"checkpoint-{run.step}")
     is_midway = run.step % run.updates_per_rollout > 0 and run.step < run.args.max_steps
@@ -1523,7 +1525,7 @@ def run_to_the_end(args: Args) -> None:
     check_model(run)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     is_main = run.accelerator.is_main_process
-    # The mode "a" keeps what a former run wrote there.
+    # The file is the lock. The mode "a" keeps what a former run wrote there.
     with open(Path(args.output_dir, "config.json"), "a", encoding="utf-8") as lock:
         if is_main:  # two runs must not write into one folder
             try:
@@ -1550,7 +1552,7 @@ def run_to_the_end(args: Args) -> None:
             if is_main:
                 print(report_run(run))
         except BaseException:  # a signal, or an error of a reward function, a tracker or the memory
-            run.is_updating = True  # another signal must not end this
+            run.defers_signals = True  # so that no other signal ends this
             save_checkpoint(run)
             raise
         finally:

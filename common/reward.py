@@ -186,8 +186,8 @@ def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return sums.masked_fill(values.isnan().all(-1), torch.nan)
 
 
-def rows_without_signal(advantages: torch.Tensor) -> torch.Tensor:
-    """Returns the numbers of the completions whose group has equal advantages [prompts, G]."""
+def places_without_signal(advantages: torch.Tensor) -> torch.Tensor:
+    """Returns the places of the completions whose group has equal advantages [prompts, G]."""
     is_flat = (advantages == advantages[:, :1]).all(1, keepdim=True)  # [prompts, 1]
     return is_flat.expand_as(advantages).flatten().nonzero().squeeze(1)
 
