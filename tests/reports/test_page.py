@@ -125,7 +125,7 @@ def test_the_page_shows_tokens_weights_and_figures_of_the_batch(tmp_path):
     assert page.texts("b").count("truncated") == 1
 
 
-def test_digits_of_results_are_underlined_and_the_first_wrong_one_is_dotted(tmp_path):
+def test_digits_of_results_are_underlined_and_the_first_wrong_one_is_framed(tmp_path):
     _, page = page_of(tmp_path, [completion_of(RIGHT, 0, 1.0), completion_of(WRONG, 1, 0.0)])
     marked = [[*attributes["class"].split()[3:], text] for attributes, text in page.tokens()]
     assert [mark for mark in marked if len(mark) == 2] == [
