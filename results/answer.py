@@ -5,8 +5,9 @@
 It trains nothing. A table stands between its marks, <!-- table: name --> and <!-- end -->, and the
 function of that name makes it. In results/data/answer/ the program leaves
 
-    differences.csv  what each method has over GRPO in each study, with the p-value of a paired
-                     t-test, and with Holm's correction for all tests of the file
+    differences.csv  what each method has over GRPO, and over its own credits in random order, in
+                     each study, with the p-values of a paired t-test and of sign flips, and with
+                     Holm's correction for all tests of the file
     differences.png  the same at the end of training for the main methods, with a dot for each seed.
                      All panels have one scale
     curves.png       the mean learning curves of the main methods none of whose runs failed
@@ -17,6 +18,7 @@ There is no interval and no test where a run failed, because a mean would descri
 SmolLM2 a run failed if it ends at or below 0.5; elsewhere, if it ends below where it began.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -40,7 +42,7 @@ TITLES = {
     "wrong_policy": "wrong policy",
     "wrong_policy_2": "second wrong policy",
     "wrong_policy_3": "third wrong policy",
-    "sharpening": "sharpening",
+    "sharpening": "nearly right policy",
     "smollm2": "SmolLM2",
     "smollm2_float32": "SmolLM2 in float32",
     "default_command": "default command",
@@ -56,7 +58,9 @@ SHOWN = {  # in figures, from top to bottom
 COLORS = SHOWN | {GRPO: "black", "step values": "#56B4E9"}
 HALF = "GRPO, 8 completions"  # in place of 16
 GRPO_AGAIN = "GRPO, groups drawn again"
+ARCA_AGAIN = "ARCA, groups drawn again"
 AGAIN = [name for name in METHODS if name.endswith(("drawn again", "72 completions"))]
+SHUFFLED = {name: name.replace("ARCA", "ARCA's weights, shuffled") for name in ("ARCA", ARCA_AGAIN)}
 COMPARED = (*MAIN, *ORACLES)
 OAR_ON_RIGHT = "OAR-G, right answers only"
 PLANNED = (*COMPARED, "ARCA, p = 2", OAR_ON_RIGHT)  # rows on the wrong policy
@@ -121,6 +125,16 @@ def two_sided_p(statistic: float, degrees: int) -> float:
     """Returns the share of Student's t beyond a statistic, on both sides."""
     angles, inside = student(degrees)
     return float(1 - np.interp(math.atan(abs(statistic) / degrees**0.5), angles, inside))
+
+
+def sign_flip_p(differences: np.ndarray) -> float:
+    """Returns the share of all choices of n signs that take the mean as far from 0, or farther.
+
+    Unlike a t-test, this assumes no normal distribution. It is at least 2 / 2^n.
+    """
+    signs = np.array(list(itertools.product((1, -1), repeat=len(differences))))
+    sums = abs(signs @ differences)  # the first is that of the differences as they are
+    return float(np.mean(sums >= sums[0] - 1e-9))
 
 
 def mean_interval(values: np.ndarray) -> tuple[Any, Any, Any]:
@@ -199,6 +213,10 @@ class Group(NamedTuple):
         """Returns the runs of another method that are compared with this group, of GRPO."""
         return self.of(self.method.replace(GRPO, method, 1))
 
+    def control(self) -> "Group":
+        """Returns the runs with this method's own credits in random order."""
+        return self.of(SHUFFLED.get(self.method, f"{self.method} --credit shuffled"))
+
     def is_there(self) -> bool:
         return self in whole_runs()
 
@@ -240,6 +258,12 @@ class Group(NamedTuple):
 
     def end(self) -> str:
         return self.over(self.baseline(), "end")
+
+    def area_over_control(self) -> str:
+        return self.over(self.control(), "area")
+
+    def end_over_control(self) -> str:
+        return self.over(self.control(), "end")
 
     def seeds(self) -> str:
         return str(len(self.lines()))
@@ -354,27 +378,31 @@ def figure_of(curves: np.ndarray, figure: str) -> np.ndarray:
 
 
 def comparison(group: Group, other: Group, figure: str) -> Row:
-    """Returns how far a group is above another: mean, interval and p-value ("" without a test)."""
+    """Returns how far a group is above another: mean, interval and p-values ("" without tests)."""
     own, others = pairs_of(group, other)
     more = figure_of(own, figure) - figure_of(others, figure)
     row: Row = {"seeds": len(more), "more": more.mean(), "low": "", "high": "", "p": ""}
+    row["p_flips"] = ""
     row["failed"] = (has_failed(group.study, own) | has_failed(group.study, others)).sum()
     if len(more) >= FEWEST_SEEDS and not row["failed"] and group != other:
         _, row["low"], row["high"] = mean_interval(more)
         error = more.std(ddof=1) / len(more) ** 0.5
         row["p"] = two_sided_p(more.mean() / error, len(more) - 1)
+        row["p_flips"] = sign_flip_p(more)
     return row
 
 
 @cache
 def differences() -> list[Row]:
-    """Returns a row for each study, method and figure, with its corrected p-value."""
+    """Returns a row for each study, method and figure, with its corrected p-values."""
     rows: list[Row] = []
     for study in STUDIES:
         for group in groups_of(study):
             keeps_curves = min(map(len, group.lines())) > 3
             for figure in ("area", "end") if keeps_curves else ("end",):
                 others = {group.method: group.baseline()}
+                if group.control().is_there():
+                    others[f"{group.method}, over its credits shuffled"] = group.control()
                 if group.method == OAR_ON_RIGHT:
                     others[f"{OAR_ON_RIGHT}, over plain GRPO there"] = group.of(
                         "right answers only"
@@ -384,8 +412,9 @@ def differences() -> list[Row]:
                     if group != other:
                         rows.append(row | {"figure": figure} | comparison(group, other, figure))
     tested = [row for row in rows if row["p"] != ""]
-    for row, corrected in zip(tested, holm([row["p"] for row in tested]), strict=True):
-        row["p_holm"] = corrected
+    for name in ("p", "p_flips"):
+        for row, corrected in zip(tested, holm([row[name] for row in tested]), strict=True):
+            row[f"{name}_holm"] = corrected
     return rows
 
 
@@ -431,17 +460,16 @@ def result() -> Table:
 
 
 def tests() -> Table:
-    """The tests that remain significant after Holm's correction."""
+    """The differences that remain significant after Holm's correction, by either test."""
     tested = [row for row in differences() if row["p"] != ""]
-    kept = [row for row in tested if row["p_holm"] < 0.05]
-    table = [[f"study ({len(kept)} of {len(tested)} tests remain)", "rate", "method", "figure",
-              "seeds", "over GRPO", "p", "p, corrected"]]  # fmt: skip
-    for row in kept:
-        if is_rival(row["method"]):
+    table = [[f"study (of {len(tested)} differences)", "rate", "method", "figure", "seeds",
+              "over GRPO", "p of the t-test", "p of sign flips"]]  # fmt: skip
+    for row in tested:
+        if is_rival(row["method"]) or min(row["p_holm"], row["p_flips_holm"]) >= 0.05:
             continue
         cells = [row["study"], row["rate"], row["method"], row["figure"], str(row["seeds"])]
         cells.append(shown([row["more"], row["low"], row["high"]], "+.3f"))
-        table.append([*cells, f"{row['p']:.2g}", f"{row['p_holm']:.2g}"])
+        table.append([*cells, f"{row['p_holm']:.2g}", f"{row['p_flips_holm']:.2g}"])
     return table
 
 
@@ -456,11 +484,11 @@ def wrong_policy() -> Table:
 
 
 def sharpening() -> Table:
-    """All methods in sharpening with GRPO's completions, at rates that GRPO has there."""
+    """All methods on the nearly right policy with GRPO's completions, at rates of GRPO there."""
     return table_of([group for group in groups_of("sharpening") if group.method != HALF], {
-        "method": "method", "updates": "updates", "rate": "rate", "failed seeds": "failed_seeds",
-        "area": "area", "end": "end",
-        "greedy": "greedy", "cut": "cut",
+        "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
+        "failed seeds": "failed_seeds", "area": "area", "end": "end", "greedy": "greedy",
+        "cut": "cut",
     })  # fmt: skip
 
 
@@ -471,6 +499,14 @@ def smollm2() -> Table:
         "method": "method", "rate": "rate", "seeds": "seeds", "failed seeds": "failed_seeds",
         "area": "area", "end": "end", "end, lowest to highest": "sampled_range",
         "median": "median", "cut": "cut", "completions a rollout": "completions",
+    })  # fmt: skip
+
+
+def controls() -> Table:
+    """How far methods are above their own credits in random order."""
+    return table_of([group for group in whole_runs() if group.control().is_there()], {
+        "study": "title", "method": "method", "rate": "rate", "seeds": "seeds",
+        "area": "area_over_control", "end": "end_over_control",
     })  # fmt: skip
 
 
@@ -633,7 +669,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
         result, tests, wrong_policy, sharpening,
-        smollm2, three_policies, worth, laws, rivals, smollm2_float32,
+        smollm2, controls, three_policies, worth, laws, rivals, smollm2_float32,
         rivals_worth, tokens,
     )
 }  # fmt: skip
@@ -660,12 +696,15 @@ def rewritten(page: str) -> str:
 # ---- Figures -------------------------------------------------------------------------------------
 def draw_differences(path: Path, studies: list[Group]) -> None:
     """Saves how far the main methods end above GRPO, with a panel a study and a dot a seed."""
-    size = (2.6 + 3 * len(studies), 3.4)
-    figure, panels = plt.subplots(
-        1, len(studies), figsize=size, layout="constrained", sharex=True, sharey=True
+    figure, grid = plt.subplots(
+        2, 3, figsize=(10, 6), layout="constrained", sharex=True, sharey=True
     )
-    for panel, grpo in zip(panels, studies, strict=True):
+    panels = list(grid.flat)
+    for panel in panels[len(studies) :]:
+        panel.remove()
+    for panel, grpo in zip(panels, studies, strict=False):
         panel.axvline(0, color="black", linewidth=1)
+        panel.tick_params(labelbottom=True)
         for place, (method, color) in enumerate(SHOWN.items()):
             group = grpo.beside(method)
             if not group.is_there():
@@ -701,13 +740,14 @@ def draw_curves(path: Path, studies: list[Group]) -> None:
             if len(group.lines()) >= FEWEST_SEEDS and not group.failed_seeds():
                 curves_of[method] = group.curves()
         seeds = set.intersection(*(set(curves) for curves in curves_of.values()))
+        rollouts = np.arange(0, study.rollouts + 1, study.every)
         for method, curves in curves_of.items():
             mean = np.mean([curves[seed] for seed in seeds], 0)
-            rollouts = np.arange(len(mean)) * study.every
             width = 2.5 if method == GRPO else 1.5
             panel.plot(rollouts, mean, color=COLORS[method], linewidth=width, label=method)
         title = f"{grpo.title()}{grpo.method.removeprefix(GRPO)}, rate {grpo.rate}"
         panel.set_title(title, loc="left", fontsize=10)
+        panel.set_xticks(rollouts)
         panel.set_xlabel(f"rollouts of {study.completions} completions")
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8, title=f"{len(seeds)} seeds", title_fontsize=8)

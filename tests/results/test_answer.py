@@ -34,6 +34,12 @@ def test_the_interval_of_a_mean_by_hand():
     assert (mean, low, high) == pytest.approx((3, 3 - half, 3 + half), rel=1e-5)
 
 
+def test_the_p_of_sign_flips_by_hand():
+    """Of the sums of +-1, +-2 and +-4, 2 of 8 are as far from 0 as 7, and 4 as 5."""
+    assert answer.sign_flip_p(np.array([1.0, 2.0, 4.0])) == 2 / 8
+    assert answer.sign_flip_p(np.array([-1.0, 2.0, 4.0])) == 4 / 8
+
+
 def test_the_share_of_the_way_is_where_the_lead_and_its_limits_are_first_0():
     """Of two seeds the mean lead over 0.5 is x - 0.2 at the x-th place.
 
@@ -113,6 +119,7 @@ def test_runs_that_draw_groups_again_are_compared_with_grpo_that_does(runs):
     again = put(runs, GRPO_AGAIN, GRPOS + 0.3, study="smollm2")
     group = put(runs, "ARCA, groups drawn again", CURVES[1:], study="smollm2", first_seed=2)
     assert (again.end(), group.end()) == ("0.800", "too few seeds")
+    assert group.control().method == "ARCA's weights, shuffled, groups drawn again"
     put(runs, "GRPO, 72 completions", CURVES + [[0.2]] * 3, study="smollm2")
     end = answer.differences()[-1]
     assert (end["method"], end["seeds"]) == ("GRPO, 72 completions", 3)
