@@ -34,10 +34,13 @@ def test_the_interval_of_a_mean_by_hand():
     assert (mean, low, high) == pytest.approx((3, 3 - half, 3 + half), rel=1e-5)
 
 
-def test_the_p_of_sign_flips_by_hand():
-    """Of the sums of +-1, +-2 and +-4, 2 of 8 are as far from 0 as 7, and 4 as 5."""
-    assert answer.sign_flip_p(np.array([1.0, 2.0, 4.0])) == 2 / 8
-    assert answer.sign_flip_p(np.array([-1.0, 2.0, 4.0])) == 4 / 8
+@pytest.mark.parametrize(("first", "p"), [(1, 2 / 8), (-1, 4 / 8), (-3, 6 / 8)])
+def test_the_p_of_sign_flips_by_hand(first, p):
+    """Of the sums of +-1, +-2 and +-4, 2 of 8 are as far from 0 as 7, and 4 as 5.
+
+    Those of +-3, +-2 and +-4 are 9, 5, 3 and 1 away, each with both signs.
+    """
+    assert answer.sign_flip_p(np.array([first, 2.0, 4.0])) == p
 
 
 def test_the_share_of_the_way_is_where_the_lead_and_its_limits_are_first_0():
@@ -183,8 +186,7 @@ def test_the_tables_of_the_page_are_current(page):
 
 
 def test_the_page_of_results_is_short_and_the_origin_of_all_data_is_known():
-    lines = (ROOT / "results/README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 250
+    assert (ROOT / "results/README.md").read_text(encoding="utf-8").count("\n") <= 250
     with open(answer.DATA / "provenance.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     known = tuple(row["data"].removeprefix("the other files of ") for row in rows)
@@ -200,5 +202,4 @@ def test_answer_writes_pages_and_figures_from_the_data(tmp_path, monkeypatch):
     monkeypatch.setattr(answer, "OUTPUT", tmp_path)
     answer.main()
     assert page.read_text().startswith("Before.\n<!-- table: tests -->\n| ")
-    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
-    assert pictures == ["curves.png", "differences.png"]
+    assert {path.name for path in tmp_path.glob("*.png")} == {"curves.png", "differences.png"}

@@ -15,8 +15,7 @@ from common.task import Problem
 )
 def test_auroc_is_the_share_of_other_weights_that_are_less(weight, others, expected):
     """Ties count half."""
-    found = pictures.auroc(torch.tensor([weight]), torch.tensor(others))
-    assert found == pytest.approx(expected)
+    assert pictures.auroc(torch.tensor([weight]), torch.tensor(others)) == pytest.approx(expected)
 
 
 def test_a_method_that_finds_result_digits_has_a_high_auroc_but_not_among_them():
