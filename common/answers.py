@@ -128,9 +128,9 @@ REWRITES = [
     (r"(?<=\d)(?:,| |\{,\}|,?\\[!,;: ] ?|\\thinspace *)(?=\d{3}(?!\d))"
      r"(?![^(\[]*(?:[)\]]|\\\}))", ""),
     (r"(?<=\d)[eE]\+?(-?\d{1,3})(?![\w.^])", r" \\times 10^{\1}"),  # 1e5
-    (r"^\(([^(),]*)\)$", r"\1"),  # (5)
     (r"\\\\ ?\[[^\]]*\]", r"\\\\"),  # the gap between two rows: \\[4pt]
     (r"\\(?:left|right|displaystyle|bf|large|q?quad)(?![a-zA-Z])|(?<!\\)(?:\\[!,;: ]|\$)|\s+", " "),
+    (r"^ ?\(([^(),]*)\) ?$", r"\1"),  # (5)
     (r"\\[dt](frac|binom)", r"\\\1"),
     (r"\\frac *(\d) *(\d)", r"\\frac{\1}{\2}"),
     (r"(?<![\d.}^_√])(?<!\^-)(?<!\\sqrt)(?<!\\sqrt )(\d+) ?/ ?(-?\d+)(?!\.?\d)",
@@ -222,7 +222,7 @@ ASKED = re.compile(
 def stem(word: str) -> str:
     """Returns what the singular and the plural of a word have in common."""
     word = word.lower().removeprefix("\\")
-    return word.rstrip("s").rstrip("eiy") if len(word) > 2 else word
+    return word.rstrip("s").rstrip("eiy") if len(word.rstrip("eisy")) > 1 else word
 
 
 UNIT_NAMES = {}  # by the stem of each spelling
@@ -235,7 +235,7 @@ UNNAMED_UNITS = {"unit", "^2", "^3"}  # these need not stand in the problem
 
 def names(words: list[str]) -> set[str]:
     """Returns the names of units and scales among words, and the stems of the others."""
-    spoken = " ".join(words).replace("^", " ^").replace("mph", "mile hour")
+    spoken = " ".join(words).lower().replace("^", " ^").replace("mph", "mile hour")
     stems = [stem(word) for word in spoken.split() if word not in LINKING_WORDS]
     return {UNIT_NAMES.get(word, word) for word in stems}
 
@@ -243,8 +243,8 @@ def names(words: list[str]) -> set[str]:
 @functools.lru_cache(maxsize=512)  # one problem meets a whole group of boxes
 def words_of(problem: str) -> tuple[set[str], set[str]]:
     """Returns the names of the words in a problem, and of the units and scales that it asks for."""
-    known = names(re.findall(r"[a-zA-Z]+|\$", problem)) - NO_NOUNS | UNNAMED_UNITS
-    asked = ASKED.findall(re.sub("%|rate|odds|chance", "percent", problem))
+    known = names(re.findall(r"(?<!['’a-zA-Z])[a-zA-Z]+|\$", problem)) - NO_NOUNS | UNNAMED_UNITS
+    asked = ASKED.findall(re.sub(r"%|\b(?:rate|odds|chance)", "percent", problem))
     return known, names([" ".join(kinds) for kinds in asked])
 
 
@@ -267,7 +267,7 @@ def have_right_words(given: set[str], right: set[str], problem: str) -> bool:
 # ---- Values --------------------------------------------------------------------------------------
 NUMBER = re.compile(
     r"(?P<sign>[-+]?) ?(?P<whole>\d+\.?\d*|\.\d+)?(?:\^ ?\{?(?P<power>-?\d{1,3})\}?)?"
-    r"(?: ?\\frac ?\{(?P<top>-?[\d.]+)\}\{(?P<bottom>-?[\d.]+)\})?"
+    r"(?: ?\\frac ?\{ ?(?P<top>-?[\d.]+) ?\} ?\{ ?(?P<bottom>-?[\d.]+) ?\})?"
     r"(?: ?(?:\\times|\\cdot|\*|x) ?10\^ ?\{?(?P<exponent>-?\d{1,3})\}?)?",
     re.ASCII,
 )

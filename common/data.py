@@ -165,7 +165,10 @@ def cell_of(row: dict[str, Any], column: str) -> Any:
 def as_prompt(cell: Any) -> str | list[dict[str, str]] | None:
     """Returns a text or chat messages whose contents are texts, or None if the cell is neither."""
     if cell is None or isinstance(cell, str):
-        return cell or ""
+        # A .csv file holds the text of a chat, and not the chat.
+        return (
+            None if re.match(r"\s*\[\s*\{.*['\"]role['\"]:", cell or "", re.DOTALL) else cell or ""
+        )
     messages = []
     for message in cell if isinstance(cell, list) else [None]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -201,13 +204,14 @@ def has_answer(begun: str, answer: str) -> bool:
 
 # Text without a mark is no answer if it has a number after some words or a verb ("the answer is
 # 16"), five words in a row, or several lines that are not one LaTeX environment, or if it is what
-# programs write for a number that is missing or not finite.
+# programs write for a number that is missing or not finite, or NuminaMath for no answer.
 NO_ANSWER = re.compile(
     r"^\W*[A-Za-z]{2,}(?::|\s+[A-Za-z]{2,}\b).*[0-9]"
     r"|(?<!\\)\b(?:is|are|was|were|equals)\b.*[0-9]"
     r"|(?:[A-Za-z]+[ ,]+){5}"
     r"|^(?!.*\\begin\{).*\n"
-    r"|^\s*(?:None|NA|NaT|[+-]?(?i:nan|inf|infinity)|#?(?i:n/a|null|<na>)|#[A-Z/0]+[!?])\s*$",
+    r"|^\s*(?:None|NA|NaT|proof|notfound)\s*$"
+    r"|^\s*(?:[+-]?(?i:nan|inf|infinity)|#?(?i:n/a|null|<na>)|#[A-Z/0]+[!?])\s*$",
     re.DOTALL,
 )
 
@@ -559,8 +563,14 @@ def check_adapter(model: PeftModel, targets: list[str], folder: str | None) -> N
             raise ValueError(f"{folder} has weights that the model lacks, or lacks some: {loaded}")
     config = model.peft_config["default"]
     is_variant = any(getattr(layer, "lora_variant", None) for layer in model.modules())
-    if config.bias != "none" or config.lora_bias or is_variant:
-        raise ValueError(f"{folder} trains biases, or is a variant of LoRA such as DoRA")
+    if (
+        config.bias != "none"
+        or config.lora_bias
+        or is_variant
+        # PiSSA and others change the base: without the adapter, it is another model.
+        or config.init_lora_weights not in (True, False, "gaussian", "eva", "orthogonal")
+    ):
+        raise ValueError(f"{folder} trains biases, or is a variant of LoRA such as DoRA or PiSSA")
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.get_text_config().tie_word_embeddings and any(
         hasattr(layer, "base_layer") for layer in ends

@@ -169,6 +169,7 @@ def test_chats_and_contents_in_parts(tmp_path, kind):
 
 
 NO_PROMPTS = [
+    "[{'role': 'user', 'content': 'x'}]", '[{"content": "x", "role": "user"}]',
     ["text"], [{"from": "human", "value": "x"}], 5, {"role": "user", "content": "x"},
     [{"role": "user", "content": None}], [{"content": "x"}],
     [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is \\boxed{7}."}],
@@ -280,6 +281,7 @@ NO_GOLDS = [
     "the answer is 5", "So it is 5", "Answer: 5", "x is 5", "He has 16 apples", "", None, "#### ",
     "\\boxed{}", "He adds 4.\nThen 5", "First he adds all of them", float("inf"), float("nan"),
     json.loads("-Infinity"), 1e400, "   ", "3 + 4 = 7\n#### The answer is 7",
+    "proof", "notfound",
     "None", "nan", "NaN", " NA", "N/A", "<NA>", "null", "#### nan", Decimal("NaN"),
 ]  # fmt: skip
 
@@ -292,7 +294,7 @@ def test_gold_answers(capfd):
 def test_golds_that_are_no_answers_are_left_out_and_counted(capfd):
     assert parsed(["1", *NO_GOLDS, "2"]) == ["1", "2"]
     lacking = "without a problem in problem or a final answer in answer"
-    assert capfd.readouterr() == ("", f"x: 26 of 28 rows are left out, {lacking}\n")
+    assert capfd.readouterr() == ("", f"x: 28 of 30 rows are left out, {lacking}\n")
     with pytest.raises(ValueError, match=f"x has only rows {lacking}"):
         parsed(NO_GOLDS)
     rows = [{"problem": prompt, "answer": "1"} for prompt in (None, "", "a")]

@@ -127,6 +127,10 @@ RIGHT = [
     (r"20\%", "20", "What percent of 50 is 10?"), ("3 dozen", "3", "How many dozen eggs?"),
     (r"12\text{ dozen}", "144", "Eggs are $3 a dozen. How many eggs are $36?"),
     (r"\text{Area} = 12", "12", "Find the area."), (r"\frac{24}{52!}", r"\frac{4!}{52!}"),
+    (r"\$45", "45", "Ali keeps his bills in his wallet. How much money does he have?"),
+    (r"25\%", r"\frac14", "A shop separates balls. What is the probability that it is red?"),
+    (r"\left(5\right)", "5"), (r"\frac{ 1 }{ 3 }", r"\frac13"), (r"\frac{1} {3}", r"\frac13"),
+    (r"\left(\frac{1}{3}\right)", r"\frac13"),
     # a formula of the problem that is the answer
     (r"\dfrac{3}{4}", r"\frac34", r"Which is larger, $\frac34$ or $\frac{2}{3}$?"),
     ("m^2 + n^2 = 17", "17", "Find $m^2+n^2$."),
@@ -161,6 +165,9 @@ WRONG = [
     (r"12\text{ apples}", "12"), ("12 squared", "12"), (r"12\text{k}", "12"), ("12ab", "12"),
     (r"12\text{ apples or }\frac{26}{2}", "12", "Ann has 12 apples."), ("€18.90", r"\$18.90"),
     (r"0.1\%", "0.1"), (r"20^\circ\text{F}", r"20^\circ\text{C}"), (r"7\text{ a.m.}", "7 p.m."),
+    (r"30\text{ hours}", "30", "Tom works in his shop. How many minutes does he need?"),
+    (r"30\text{ s}", "30", "How many minutes does Tom's dog bark?"),
+    (r"8\%", "8", "A shop separates balls. How heavy is one?"),
     # what stands before the value, or scales it
     ("minus 8", "8", "What is 12 minus 4?"), (r"\text{less than } 8", "8", "Less than 12 by 4?"),
     (r"\text{half of } 8", "8", "Half of 16?"), (r"\text{not } x", "x", "What is not y?"),

@@ -108,6 +108,7 @@ UNSUPPORTED = {
     "DoRA": {"use_dora": True},
     "activated LoRA": {"alora_invocation_tokens": [250, 251]},
     "a bias of LoRA": {"lora_bias": True},
+    "OLoRA": {"init_lora_weights": "olora"},
 }
 
 
