@@ -416,7 +416,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
 
 
 def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log importance weight and the advantage of each token, both [B, T]."""
+    """Returns the log of the ratio to clip, and the advantage, of each token [B, T]."""
     return log_ratio, micro.advantages[:, None] * micro.credit
 
 
@@ -546,13 +546,13 @@ def answer_logp(
     the result is their mean log-prob [m, 1]. All is in float64, because OAR-G differentiates the
     difference of two results.
     """
-    base = run.model.get_base_model()
+    causal_lm = run.model.get_base_model()
     is_token = probes.answers[rows] >= 0  # [m, A]
     answer_lengths = is_token.sum(1, keepdim=True)  # [m, 1]
-    hidden = hidden_states(base, inputs, probes.attention[rows], cache)
+    hidden = hidden_states(causal_lm, inputs, probes.attention[rows], cache)
     every_row = torch.arange(len(inputs))[:, None]
     hidden = hidden[every_row, torch.where(is_token, probes.answer_columns[rows], -1)]  # [m, A, H]
-    logits = head_logits(base, hidden)  # [m, A, V]
+    logits = head_logits(causal_lm, hidden)  # [m, A, V]
     if run.args.oar_answer_mode == "answer_joint":
         logp = (logits.double() / run.args.temperature).log_softmax(-1)
         targets = probes.answers[rows].clamp(min=0)[..., None]

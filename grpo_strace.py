@@ -413,7 +413,7 @@ def entropy_cutoff(entropy: Tensor, quantile: float) -> Tensor:
 
 
 def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log importance weight log R_t and the advantage of each token, both [B, T].
+    """Returns the log of the ratio to clip, log R_t, and the advantage, of each token [B, T].
 
     All rows share the kernel K; a row's mask m scales its columns. With the token's own ratio kept,
     log R = W @ x = K @ (m * x) + (1 - m) * x for the log ratios x.
