@@ -112,7 +112,7 @@ LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
-Positive = Annotated[int, 1, 1e18]  # with its lowest and highest value, else 0 and 1e18
+Positive = Annotated[int, 1, 1e18]  # from 1 to 1e18; a plain int or float may be 0, too
 
 
 def flag(default: Any, help: str) -> Any:
@@ -1173,13 +1173,13 @@ class Run:
         self.rollout_size = self.update_size * self.updates_per_pass
         # No group is split between processes. Several of them each need whole groups in every
         # update. A single one needs them in the rollout, so two updates may share a group.
-        size_in_groups = self.rollout_size if self.accelerator.num_processes == 1 else own_size
+        grouped_size = self.rollout_size if self.accelerator.num_processes == 1 else own_size
         if (
             args.steps_per_generation % args.gradient_accumulation_steps > 0
-            or size_in_groups % args.num_generations > 0
+            or grouped_size % args.num_generations > 0
         ):
             fail(
-                f"--num_generations must divide a process's {size_in_groups} completions, and "
+                f"--num_generations must divide a process's {grouped_size} completions, and "
                 "--gradient_accumulation_steps the --steps_per_generation"
             )
 

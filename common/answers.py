@@ -220,7 +220,10 @@ ASKED = re.compile(
 
 
 def stem(word: str) -> str:
-    """Returns what the singular and the plural of a word have in common."""
+    """Returns what the singular and the plural of a word have in common.
+
+    That is more than one letter, so that "his" is not an hour.
+    """
     word = word.lower().removeprefix("\\")
     return word.rstrip("s").rstrip("eiy") if len(word.rstrip("eisy")) > 1 else word
 

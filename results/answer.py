@@ -58,9 +58,12 @@ SHOWN = {  # in figures, from top to bottom
 COLORS = SHOWN | {GRPO: "black", "step values": "#56B4E9"}
 HALF = "GRPO, 8 completions"  # in place of 16
 GRPO_AGAIN = "GRPO, groups drawn again"
-ARCA_AGAIN = "ARCA, groups drawn again"
 AGAIN = [name for name in METHODS if name.endswith(("drawn again", "72 completions"))]
-SHUFFLED = {name: name.replace("ARCA", "ARCA's weights, shuffled") for name in ("ARCA", ARCA_AGAIN)}
+SHUFFLED = {  # methods -> their own credits in random order, where these have another name
+    "ARCA": "ARCA's weights, shuffled",
+    "ARCA, groups drawn again": "ARCA's weights, shuffled, groups drawn again",
+    "methods/entropy_mask.py": "methods/entropy_mask.py --credit random",
+}
 COMPARED = (*MAIN, *ORACLES)
 OAR_ON_RIGHT = "OAR-G, right answers only"
 PLANNED = (*COMPARED, "ARCA, p = 2", OAR_ON_RIGHT)  # rows on the wrong policy
@@ -401,9 +404,7 @@ def differences() -> list[Row]:
                 if group.control().is_there():
                     others[f"{group.method}, over its credits shuffled"] = group.control()
                 if group.method == OAR_ON_RIGHT:
-                    others[f"{OAR_ON_RIGHT}, over plain GRPO there"] = group.of(
-                        "right answers only"
-                    )
+                    others[f"{OAR_ON_RIGHT}, over GRPO's"] = group.of("right answers only")
                 for method, other in others.items():
                     row: Row = {"study": group.title(), "rate": group.rate, "method": method}
                     if group != other:
@@ -460,7 +461,7 @@ def tests() -> Table:
     """The differences that remain significant after Holm's correction, by either test."""
     tested = [row for row in differences() if row["p"] != ""]
     table = [[f"study (of {len(tested)} differences)", "rate", "method", "figure", "seeds",
-              "over GRPO", "p of the t-test", "p of sign flips"]]  # fmt: skip
+              "over GRPO", "p of t, corrected", "of sign flips, corrected"]]  # fmt: skip
     for row in tested:
         if is_rival(row["method"]) or min(row["p_holm"], row["p_flips_holm"]) >= 0.05:
             continue
