@@ -730,7 +730,7 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
         reference_log_ratio = micro.reference_logp - logp
         kl = reference_log_ratio.exp() - reference_log_ratio - 1  # k3, joschu.net/blog/kl-approx
         if args.use_bias_correction_kl:  # the gradient of the reverse KL, arXiv 2512.02556
-            kl = kl * ratio
+            kl = kl * (logp - old_logp).exp()  # of each token, whatever ratio the method clips
         loss = loss + args.beta * kl
     clipped = torch.where(token_advantages > 0, ratio > high, ratio < low)
     clipped = clipped & (token_advantages != 0) & micro.loss_mask

@@ -9,10 +9,10 @@ completion, instead of nothing. Whatever any answer in the prompt changes, right
 out. The source is "Contrastive Evidence Policy Optimization" (arXiv 2605.19436). Its authors' code
 is public (github.com/ahmedheakl/CEPO), and this does the same: the present policy is told, " 42"
 stands between prompt and completion, and the worst completion is the first one of least reward. Its
-answer is its last box or, if it has none, the beginning of its text. We differ in four ways: a box
+answer is its last box or, if it has none, the beginning of its text. We differ in five ways: a box
 is cut to 50 characters, as a text is; an empty text becomes "none", where they tell the right
-answer; the worst completion may have a reward of 1/2 or more; and l does not fade. In their script
-it fades from .5 to 0 within 25 of 50 updates.
+answer; the worst completion may have a reward of 1/2 or more; PPO's dual clip is left out; and l
+does not fade. In their script it fades from .5 to 0 within 25 of 50 rollouts.
 
 It is GRPO with --cepo_lambda 0, and wherever it does not matter which answer is told. --credit
 shuffled gives the weights of each completion to its tokens in random order. Each token costs two

@@ -59,8 +59,8 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     """Computes the weights of all tokens of the rollout."""
     args = run.args
     g = torch.cat([micro.credit[micro.mask] for micro in micros])  # [N, H]
-    advantages = torch.cat(
-        [micro.advantages[:, None].expand_as(micro.mask)[micro.mask] for micro in micros]
+    advantages = torch.cat(  # [N], 0 where a token is not trained on
+        [(micro.advantages[:, None] * micro.loss_mask)[micro.mask] for micro in micros]
     )
     sign = advantages.sign()
     praise = advantages.clamp(min=0)

@@ -8,7 +8,8 @@ If an update has made what follows a token likelier, the next update gives the t
 advantage. The source is arXiv 2603.19835. There is public code by its authors
 (github.com/qwenpilot/FIPO) and in ms-swift (`--loss_type fipo`). The defaults are ms-swift's. Wrong
 tokens above the threshold of 4 are not amplified. The paper's 32B runs have factors in [1, 1.2] and
-a threshold of 10, and its 7B runs [.8, 1.2] and 3. Their filter of ratios above 10 is left out.
+a threshold of 10, and its 7B runs [.8, 1.2] and 3. Left out are their filter of ratios above 10,
+and ms-swift's bound of 10 on the ratio (`delta`).
 
 It is GRPO in the first update of a rollout, where pi is pi_old and every F_t is 0. --credit
 shuffled gives the factors of each completion to its tokens in random order.

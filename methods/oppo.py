@@ -87,6 +87,8 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Turns evidence into signed credit, the change of the belief."""
+    if (batch.rewards < 0).any() or (batch.rewards > 1).any():
+        raise ValueError("a belief needs rewards from 0 to 1: change --reward_weights")
     size = run.args.num_generations
     means = batch.rewards.view(-1, size).nanmean(1).nan_to_num()  # of groups; 0 if not judged
     priors = torch.logit(means, eps=1e-3).float()
@@ -101,7 +103,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
             draws = credit_draws(run, micro)
             credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
-        micro.weights = normalize(credit.abs(), micro.mask, 1.0)
+        micro.weights = normalize(credit.abs(), micro.mask, 1.0) * (credit != 0)
 
 
 def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,11 +7,11 @@
 The group's mean, GRPO's baseline, gives every completion the same vote. The baseline of least
 variance gives it to those whose gradients are long. The source is "The Optimal Token Baseline"
 (arXiv 2602.07078), and verl has it (`optimal_token_baseline`). W is verl's. In verl, the rewards
-take the place of A_i, and nothing is divided by a deviation. B_t is a mean of the A_i, so with
---scale_rewards none A_it is the same as in verl, and otherwise it is that over the deviation. Where
-a single completion is left, verl has a baseline of 0, which praises what is right there and blames
-nothing; here it is the group's mean, as in GRPO. A completion that GRPO would not train on, such as
-one whose reward is the group's mean, has no part here.
+take the place of A_i, and nothing is divided by a deviation. B_t is a mean of the A_i, so A_it is
+verl's over the deviation (--scale_rewards none leaves that out), but for two cases. Where a single
+completion is left, verl has a baseline of 0, which praises what is right there and blames nothing;
+here it is the group's mean, as in GRPO. And a completion that GRPO would not train on, such as one
+whose reward is the group's mean, has no part here.
 
 It is GRPO where all completions of a group reach t with equal W, and beyond the end of all others.
 The credit is signed. --credit shuffled gives the credits of each completion to its tokens in random
@@ -80,7 +80,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         if run.args.credit == "shuffled":
             draws = credit_draws(run, micro)
             micro.credit = control_weights("shuffled", micro.credit, micro.mask, draws)
-        micro.weights = normalize(micro.credit.abs(), micro.mask, 1.0)
+        micro.weights = normalize(micro.credit.abs(), micro.mask, 1.0) * (micro.credit != 0)
 
 
 def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ wrong one. The source is "Self-Distilled RLVR" (arXiv 2604.03128). There is publ
 authors (github.com/iie-ycx/RLSD) and in ms-swift (`--advantage_reweight rlsd`). This is as in
 ms-swift: the present policy is told the answer, and l does not fade unless
 --rlsd_lambda_decay_steps says so. In the authors' script, a copy that is renewed every 20 steps is
-told, and l fades within 60. As in that script, the policy is told the final answer. The words are
-ours: the user ends with "The answer is ...".
+told, l fades within 60, and each update computes d_t again. As in that script, the policy is told
+the final answer. The words are ours: the user ends with "The answer is ...".
 
 It is GRPO with --rlsd_lambda 0, and where the answer changes nothing. --credit shuffled gives the
 weights of each completion to its tokens in random order. --told wrong tells the policy the answer

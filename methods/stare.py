@@ -51,7 +51,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 def surprising(micros: list[Batch], sign: int, share: float) -> list[Tensor]:
     """Returns which tokens [B, T] of each micro-batch are in L+ (sign 1) or L- (sign -1)."""
-    sides = [micro.mask & (sign * micro.advantages > 0)[:, None] for micro in micros]
+    sides = [micro.loss_mask & (sign * micro.advantages > 0)[:, None] for micro in micros]
     scores = torch.cat([micro.scores[side] for micro, side in zip(micros, sides, strict=True)])
     if len(scores) == 0:
         return sides

@@ -1,4 +1,4 @@
-"""S-trace's family against naive double loops, its exact limits and TRL.
+"""S-trace's family against naive double loops, and TRL.
 
 Everything runs through the trainer's own policy_loss, on ragged off-policy batches whose log-probs
 are free leaves: what is compared is the loss and its gradient with respect to every token.
@@ -65,17 +65,6 @@ def loss_of(args: grpo_strace.Args, batch: grpo_strace.Batch, log_ratio: Tensor,
     return loss.detach(), torch.autograd.grad(loss, logp)[0], clipped
 
 
-def assert_same_to_the_bit(one: grpo_strace.Args, other: grpo_strace.Args) -> None:
-    for seed in range(3):
-        results = []
-        for args in (one, other):
-            batch = ragged(seed)
-            assign(args, batch)
-            results.append(loss_of(args, batch, ratios(batch, 0.5, seed)))
-        assert all(map(torch.equal, *results))
-        assert results[0][1].abs().sum() > 0 and 0 < results[0][2].sum() < batch.mask.sum()
-
-
 # ---- The reference -------------------------------------------------------------------------------
 def naive_kept(args: grpo_strace.Args, batch: grpo_strace.Batch) -> list[list[int]]:
     """Returns m: a token is kept if the tokens at or above its entropy fit into the top share."""
@@ -117,6 +106,7 @@ def naive_matrix(args: grpo_strace.Args, kept: list[int]) -> Tensor:
 def naive_loss(args: grpo_strace.Args, batch: grpo_strace.Batch, matrices: list, log_ratio: Tensor):
     """Returns the objective, one token at a time, and its gradient [B, T]."""
     leaf = log_ratio.double().requires_grad_()
+    below = (batch.reference_logp - batch.old_logp).double() - leaf  # log of reference over policy
     total = torch.zeros((), dtype=torch.float64)
     for row, w in enumerate(matrices):
         advantage = batch.advantages[row].double()
@@ -124,14 +114,20 @@ def naive_loss(args: grpo_strace.Args, batch: grpo_strace.Batch, matrices: list,
             ratio = sum(w[t, k] * leaf[row, k] for k in range(len(w))).exp()
             clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon_high)
             total = total - torch.min(ratio * advantage, clipped * advantage) / len(w)
+            kl = below[row, t].exp() - below[row, t] - 1
+            total = total + args.beta * kl * leaf[row, t].exp() / len(w)
     loss = total / len(matrices)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
-FAMILY = [{"credit": "p_trace"}, {"credit": "grpo_lambda", "trace_kernel": "both"}]
+FAMILY = [
+    {"credit": "p_trace"},
+    {"credit": "grpo_lambda", "trace_kernel": "both"},
+    {"trace_entropy_quantile": 1},  # no token is kept, which is GRPO
+]
 FAMILY += [
     {"trace_entropy_quantile": q, "trace_keep_own": own, "trace_mask_scope": scope}
-    for q, own, scope in itertools.product((0.5, 0.8), (True, False), SCOPES)
+    for q, own, scope in itertools.product((0, 0.8), (True, False), SCOPES)
 ]
 GRID = [
     values | {"trace_normalize": normalize, "trace_lambda": decay}
@@ -143,7 +139,7 @@ GRID += [{"credit": "gspo"}, {"credit": "uniform"}]
 @pytest.mark.parametrize("values", GRID, ids=str)
 def test_every_member_of_the_family_equals_its_double_loop(values):
     """Off policy; and at ratio 1 the weights are what reaches each token's gradient."""
-    args = flags(epsilon=0.1, epsilon_high=0.15, **values)
+    args = flags(epsilon=0.1, epsilon_high=0.15, beta=0.1, **values)
     batch = ragged(3)
     metrics = assign(args, batch)
     kept = naive_kept(args, batch)
@@ -185,25 +181,10 @@ def test_a_rollout_one_by_one_is_the_same(values):
         torch.testing.assert_close(alone[0], gradient[row, :length], rtol=1e-5, atol=1e-7)
 
 
-# ---- Exact limits, and TRL -----------------------------------------------------------------------
-@pytest.mark.parametrize("normalize", [False, True])
-def test_limits_of_the_family_are_exact(normalize):
-    """Lambda 0, and no token kept, are GRPO to the bit; with every token kept it is P-trace."""
-    uniform = flags(credit="uniform", beta=0.04)
-    for credit in ("s_trace", "p_trace", "grpo_lambda"):
-        trace = flags(credit=credit, trace_lambda=0, trace_normalize=normalize, beta=0.04)
-        assert_same_to_the_bit(trace, uniform)
-    for scope in SCOPES:
-        common = {"trace_mask_scope": scope, "trace_normalize": normalize}
-        assert_same_to_the_bit(flags(trace_entropy_quantile=1, **common), flags(credit="uniform"))
-        p_trace = flags(credit="p_trace", trace_normalize=normalize)
-        assert_same_to_the_bit(flags(trace_entropy_quantile=0, **common), p_trace)
-
-
-@pytest.mark.parametrize("bias_correction", [True, False])
+# ---- TRL -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_gspo_equals_trl(loss_type, bias_correction):
-    """TRL's importance_sampling_level sequence, with its KL, whose default is True.
+def test_gspo_equals_trl(loss_type):
+    """TRL's importance_sampling_level sequence, without its other correction of the KL.
 
     That GRPO equals TRL's level token is in tests/trainer/test_loss.py.
     """
@@ -211,7 +192,7 @@ def test_gspo_equals_trl(loss_type, bias_correction):
         credit="gspo",
         loss_type=loss_type,
         beta=0.04,
-        use_bias_correction_kl=bias_correction,
+        use_bias_correction_kl=False,
         epsilon=0.02,
         epsilon_high=0.03,
     )

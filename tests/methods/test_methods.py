@@ -203,6 +203,8 @@ def test_delta_needs_both_sides_and_stare_a_surprise_and_oppo_a_judgement():
     run, batch, micros = credited("stare", target_entropy=9.0)
     for micro in micros:
         micro.scores[:, 1:] = 0  # tokens that were certain
+    micros[0].loss_mask[0] = False  # not trained on, and more surprising than all others
+    micros[0].scores[0] += 9
     load("stare").assign_credit(run, batch, micros, {})
     assert all((micro.credit[:, 1:][micro.mask[:, 1:]] == 1).all() for micro in micros)
 
@@ -217,6 +219,9 @@ def test_delta_needs_both_sides_and_stare_a_surprise_and_oppo_a_judgement():
     micros[1].advantages[2:] = 0.0  # of that group
     load("oppo").assign_credit(run, batch, micros, {})
     assert (micros[1].credit[2:] == 0).all() and micros[1].credit[:2].any()
+    batch.rewards[0] = 1.5
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        load("oppo").assign_credit(run, batch, micros, {})
 
 
 def test_otb_has_no_baseline_where_nobody_votes_and_none_that_a_missing_reward_moves():
