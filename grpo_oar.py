@@ -1487,7 +1487,7 @@ class Run:
         }
 
         # What identifies the run, and its progress.
-        self.config = asdict(args) | code_digests(self.reward_funcs)
+        self.config = asdict(args) | code_digests(self.reward_funcs | {"the script": train})
         self.config["adapter_size"] = describe_adapter(self.model)
         self.run_id = uuid.uuid4().hex[:8]  # by which a tracker knows it again
         self.identity = identity_of(self)

@@ -206,8 +206,8 @@ def credit_example(
 ) -> list[dict[str, Any]]:
     """Returns a group of a scored rollout as `write_credit_page` wants it, in a list.
 
-    It is the first group whose rewards differ, with the two best and the two worst of its
-    completions in the micro-batches. The list is empty if there is no such group.
+    It is the first group with an advantage, with the two best and the two worst of its completions
+    in the micro-batches. The list is empty if there is no such group.
     """
     groups: dict[int, list[dict[str, Any]]] = {}
     for micro in micros:
@@ -225,9 +225,9 @@ def credit_example(
             }
             groups.setdefault(int(micro.rows[i]) // group_size, []).append(completion)
     for _, members in sorted(groups.items()):
-        by_reward = sorted(members, key=itemgetter("rank"), reverse=True)
-        if by_reward[0]["rank"] == by_reward[-1]["rank"]:
+        if all(member["advantage"] == 0 for member in members):
             continue
+        by_reward = sorted(members, key=itemgetter("rank"), reverse=True)
         problem = members[0]["problem"]
         messages = whole_prompt(problem.prompt, system_prompt)
         return [
@@ -261,15 +261,21 @@ def shown_completion(
     scores = values[:3] + 1e-8  # [3, n]
     tints = scores / scores.mean(1, keepdim=True) / 3 * STRONGEST_TINT
     tints = tints.nan_to_num(0).round().clamp(0, STRONGEST_TINT).int()
-    # A decoder writes U+FFFD for a part of a character.
+    # The piece of a token is what it adds to the text of the 16 before it: "" within a character,
+    # because a decoder writes U+FFFD for a part of one.
     ids = completion["ids"].tolist()
-    texts = [tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
-    pieces = [texts[i + 1][len(texts[i]) :] for i in range(len(ids))]  # "" within a character
+    texts = [
+        [tokenizer.decode(ids[max(0, i - 16) : end]).rstrip("\ufffd") for end in (i, i + 1)]
+        for i in range(len(ids))
+    ]
+    pieces = [after[len(before) :] for before, after in texts]
     problem = completion["problem"]
     roles = token_roles(pieces, problem) if problem.steps else [""] * len(ids)
-    tokens = []
-    for i, piece in enumerate(pieces):
-        token = {"text": piece, "role": roles[i], "numbers": values[:, i].tolist()}
-        tokens.append(token | {"tints": tints[:, i].tolist()})
+    tokens = [
+        {"text": piece, "role": role, "numbers": numbers, "tints": token_tints}
+        for piece, role, numbers, token_tints in zip(
+            pieces, roles, values.T.tolist(), tints.T.tolist(), strict=True
+        )
+    ]
     kept = {name: completion[name] for name in ("reward", "advantage", "truncated")}
     return kept | {"tokens": tokens}

@@ -118,6 +118,9 @@ def load_reward_funcs(
         if path != ACCURACY:
             sys.path.append(os.getcwd())  # at the end, so that no file there replaces a library
             with contained(path):
+                # In a notebook, the file may have changed since the last run.
+                if module_name != "__main__":
+                    sys.modules.pop(module_name, None)
                 functions[name] = getattr(importlib.import_module(module_name), name)
     if not len(functions) == len(paths) == len(weights) or not all(abs(w) < 1e18 for w in weights):
         raise ValueError(f"--reward_funcs {paths} must have different names, and a weight each, "
@@ -126,7 +129,7 @@ def load_reward_funcs(
 
 
 def code_digests(functions: dict[str, Callable | None]) -> dict[str, str]:
-    """Returns a digest of the file that defines each reward function, by the function's name."""
+    """Returns a digest of the file that defines each function, by the function's name."""
     modules = {
         name: sys.modules.get(getattr(inspect.unwrap(function), "__module__", ""))
         for name, function in functions.items()

@@ -21,9 +21,10 @@ by seed. Without --rate, every method has GRPO's learning rate. The studies are
     small_rollouts   the same with rollouts of 16, at half the rate
 
 Runs are folders of runs/studies/. results/data/studies/ has a file for each study, with a line for
-each evaluation. A run whose last line is there is done: remove its lines to repeat it. Figures of
-updates are means since the evaluation before. `clipped` is the share of updates whose gradient was
-cut to --max_grad_norm, `completions` is how many a rollout sampled, and `commit` is the code's.
+each evaluation. A run whose last line is there is done: remove its lines and its folder to repeat
+it, as after a change of a method. Figures of updates are means since the evaluation before.
+`clipped` is the share of updates whose gradient was cut to --max_grad_norm, `completions` is how
+many a rollout sampled, and `commit` is the code's.
 """
 
 import argparse

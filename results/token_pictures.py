@@ -63,8 +63,10 @@ TITLES = {  # of the methods in the picture
 SAMPLES = 4  # of a problem
 AT_ONCE = 128  # completions that are scored together
 KEPT_FLAGS = (  # those of a run on which its policy and its task depend
-    "model_name_or_path", "dataset_name", "dataset_config", "dtype", "max_completion_length",
-    "gradient_checkpointing",
+    "model_name_or_path", "model_revision", "load_in_4bit", "dtype", "gradient_checkpointing",
+    "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split",
+    "eval_dataset_name", "prompt_column", "answer_column", "system_prompt", "chat_template_kwargs",
+    "max_completion_length", "temperature", "top_p",
 )  # fmt: skip
 NARROWEST = 60  # characters in a line of the picture
 WIDEST = 92

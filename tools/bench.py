@@ -273,6 +273,8 @@ def measure(contender: Contender, flags: list[str], warmup: int) -> dict[str, fl
         lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     updates = [row for row in rows if "seconds_update" in row][warmup:]
+    if not all(row["seconds_rollout"] for row in updates):
+        sys.exit("bench.py: error: it measures rollouts that serve one update each")
     figures = {
         phase: statistics.mean(row[f"seconds_{phase}"] for row in updates) for phase in PHASES
     }

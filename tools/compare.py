@@ -5,7 +5,7 @@
 
 Runs that differ only in the seed, or in where they write, what they save or on what they run, are
 one group. Its name has the first of its folders and what tells it from the other groups. If its
-runs were made by different commits, a warning follows the table.
+runs were made by different code, a warning follows the table.
 
 The left panel has the mean reward of a group's runs, smoothed over a tenth of the steps, and the
 range of single runs. The right one has the evaluation after the last step, in the figure that
@@ -46,6 +46,7 @@ SAME_ANYWAY = {
     "cuda_graphs",
     "adapter_size",
     "environment",
+    "code of the script",
 }
 
 
@@ -54,7 +55,7 @@ class Run(NamedTuple):
 
     folder: Path
     config: dict[str, Any]  # what tells it from runs of other groups
-    commit: str  # of its code
+    commit: str  # of its code, and a digest of its script, which git may ignore
     rewards: pandas.Series  # by step; NaN where no reward function applied
     metric: str  # the figure of the next two
     before: float
@@ -65,19 +66,30 @@ Groups = dict[str, list[Run]]  # the runs of a group by its label
 
 
 # ---- Reading runs --------------------------------------------------------------------------------
+def has_ended(folder: Path) -> bool:
+    """Returns whether the last run in a folder has ended. While it goes on, a summary is old."""
+    summary = folder / "summary.json"
+    return summary.exists() and (
+        json.loads(summary.read_text())["steps"]
+        == json.loads((folder / "config.json").read_text())["max_steps"]
+    )
+
+
 def read_run(folder: Path) -> Run:
     """Returns what a finished run left in its folder."""
     summary = json.loads((folder / "summary.json").read_text())
     config = json.loads((folder / "config.json").read_text())
     environment = config["environment"]
     told = {name: value for name, value in config.items() if name not in SAME_ANYWAY}
+    for name in ("gradient_accumulation_steps", "steps_per_generation"):
+        told[name] *= environment["hardware"]["processes"]
     rows = pandas.read_json(folder / "metrics.jsonl", lines=True)
     updates = rows[rows["loss"].notna()].set_index("step") if "loss" in rows else rows[:0]
     (metric,) = summary["best"].keys() - {"step", "weights"}
     return Run(
         folder.resolve(),
         told | {"script": Path(environment["command"][0]).stem},
-        str(environment["commit"]),
+        f"{environment['commit']} {config['code of the script']}",
         updates.get("reward", pandas.Series(dtype=float)).astype(float),
         metric,
         summary["before"].get(metric, float("nan")),
@@ -175,7 +187,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = []
     for folder in options.folders:
-        if (folder / "summary.json").exists():
+        if has_ended(folder):
             runs.append(read_run(folder))
         else:
             print(f"{folder} is left out: no run has ended there", file=sys.stderr)

@@ -111,6 +111,8 @@ def main() -> None:
     if options.scripts:
         for path in (ROOT / "grpo_oar.py", ROOT / "grpo_strace.py"):
             path.write_text(with_arcas_trainer(path.read_text()))
+    elif options.method.stem in ("arca", "oar", "strace"):
+        parser.error(f"grpo_{options.method.name} is one of the three scripts: rename the method")
     else:
         (ROOT / f"grpo_{options.method.stem}.py").write_text(fork(options.method))
 

@@ -9,8 +9,7 @@ Without the package, the command makes the data alone.
 
 The task is to add 1 to 3 to a digit, or to subtract it, twice, after three worked examples. Every
 step must be stated and right. The first example is 7 + 4 - 4, and its solution is
-"7 + 4 = 11. 11 - 4 = 7. \\boxed{7}". Two files are harder: sums-digits.jsonl, with 1 to 9 twice,
-and sums-3.jsonl, with two and three operations.
+"7 + 4 = 11. 11 - 4 = 7. \\boxed{7}".
 """
 
 import argparse
@@ -19,7 +18,7 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -55,10 +54,8 @@ EXAMPLES = [
 ]
 
 
-def save_sums(
-    path: Path, counts: dict[int, int], largest_number: int = 9, largest_result: int = 18
-) -> None:
-    """Writes distinct problems to a .jsonl file; counts: number of operations -> of problems."""
+def save_sums(path: Path) -> None:
+    """Writes 180 distinct problems to a .jsonl file."""
     messages = [{"role": "system", "content": "Calculate step by step."}]
     for example in EXAMPLES:
         messages.append({"role": "user", "content": example.asked})
@@ -66,18 +63,13 @@ def save_sums(
 
     rng = random.Random(0)
     seen = {example.asked for example in EXAMPLES}
-    lines = []
-    for length, count in counts.items():
-        wanted = len(seen) + count
-        while len(seen) < wanted:
-            signs = rng.choices("+-", k=length)
-            steps = [(sign, rng.randint(1, largest_number)) for sign in signs]
-            problem = worked(rng.randint(1, 9), steps)
-            is_in_range = min(problem.results) >= 1 and max(problem.results) <= largest_result
-            if problem.asked in seen or not is_in_range:
-                continue
+    lines: list[str] = []
+    while len(lines) < 180:
+        steps = [(sign, rng.randint(1, 3)) for sign in rng.choices("+-", k=2)]
+        problem = worked(rng.randint(1, 9), steps)
+        if problem.asked not in seen and 1 <= min(problem.results) <= max(problem.results) <= 9:
             seen.add(problem.asked)
-            row: dict[str, Any] = {
+            row = {
                 "prompt": [*messages, {"role": "user", "content": problem.asked}],
                 "answer": str(problem.results[-1]),
                 "steps": problem.results,
@@ -113,12 +105,8 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="for the model and the data")
     folder = parser.parse_args().folder.expanduser()
-    if folder.exists() and not folder.is_dir():
-        parser.error(f"{folder} is a file: name a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    save_sums(folder / "sums.jsonl", {2: 180}, largest_number=3, largest_result=9)
-    save_sums(folder / "sums-digits.jsonl", {2: 180})
-    save_sums(folder / "sums-3.jsonl", {2: 100, 3: 300})
+    save_sums(folder / "sums.jsonl")
     save_model(folder)
 
 

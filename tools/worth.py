@@ -83,7 +83,7 @@ import grpo_arca as trainer
 
 UNIFORM = "uniform (GRPO)"
 HALF = "half of the groups"
-PLAIN_FLAGS = ["--credit", "uniform", "--negative_weight", "1"]
+PLAIN_FLAGS = ["--credit", "uniform"]
 FIRST_FLAGS = ["--seed", "99", "--lr_scheduler_type", "constant"]  # no training run has this seed
 # Flags of all scripts that a method may set for itself. Any others would change the batches.
 OWN_FLAGS = {
@@ -142,7 +142,10 @@ def prepare(flags: tuple[str, ...]) -> trainer.Run:
     transformers.logging.disable_progress_bar()
     if not trainer.CUDA:
         torch.set_num_threads(1)
-    return trainer.Run(trainer.parse_args([*FIRST_FLAGS, *flags, *PLAIN_FLAGS]))
+    # `scored` applies each method's own negative weight.
+    return trainer.Run(
+        trainer.parse_args([*FIRST_FLAGS, *flags, *PLAIN_FLAGS, "--negative_weight", "1"])
+    )
 
 
 def scored(
@@ -436,7 +439,7 @@ def main() -> None:
     run = prepare(flags)
     if run.rollout_size // run.args.num_generations % 2 == 1:
         fail("the control takes half of the groups of a rollout: make their number even")
-    name = folder_name(run, options.updates, options.coordinates)
+    name = folder_name(run, flags, options.updates, options.coordinates)
     jobs = []
     for batch in range(options.batches):
         path = options.folder / name / f"{batch}.pt"

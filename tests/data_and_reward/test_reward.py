@@ -2,7 +2,6 @@ r"""What `accuracy_reward` calls right, and reward functions of one's own."""
 
 # ruff: noqa: RUF001  (characters that look like others are tried here)
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -393,17 +392,6 @@ def test_rewards_may_be_numbers_of_any_kind_and_none_is_no_judgement():
         assert called(returns(values)) == [1.0, 0.5]
     assert called(returns([1, None]))[0] == 1.0
     assert math.isnan(called(returns([1, None]))[1])
-
-
-def test_a_reward_function_may_go_to_another_folder(tmp_path, monkeypatch):
-    """The run stays in its own, where it writes."""
-
-    def go(**_):
-        os.chdir("/")
-        return [1, 2]
-
-    monkeypatch.chdir(tmp_path)
-    assert called(go) == [1, 2] and Path.cwd() == tmp_path
 
 
 NO_REWARDS = [

@@ -144,12 +144,23 @@ def test_a_page_of_equal_weights_begins_with_surprisal(tmp_path, power, switch):
     assert [a["id"] for a in inputs if "checked" in a] == [switch]
 
 
-def test_the_group_is_the_first_whose_rewards_differ_with_its_best_and_worst(tmp_path):
+def test_the_group_is_the_first_with_an_advantage_with_its_best_and_worst(tmp_path):
     rewards = [1, 1, 1, 1, 1, 1, 0.5, math.nan, 0.75, 0.25, 0.1, 0.9, 0, 1, 0, 1, 0, 1]
     completions = [completion_of(str(row), row, reward) for row, reward in enumerate(rewards)]
+    for completion in completions[:6]:
+        completion["advantage"] = 0.0
     (group,), _ = page_of(tmp_path, completions[::-1])
     assert [str(c["reward"]) for c in group["completions"]] == ["0.9", "0.75", "0.1", "nan"]
     assert page_of(tmp_path, completions[:6])[0] == []
+    (group,), _ = page_of(tmp_path, completions[13::2])  # as with --negative_weight 0
+    assert [c["reward"] for c in group["completions"]] == [1.0] * 3
+
+
+def test_a_long_text_of_parts_of_characters_is_whole(tmp_path):
+    text = "🤯é 木 a  b\n" * 9
+    (group,), _ = page_of(tmp_path, [completion_of(text, 0, 1.0)])
+    pieces = [token["text"] for token in group["completions"][0]["tokens"]]
+    assert "".join(pieces) == text and "" in pieces and len(pieces) > 50
 
 
 # ---- Hostile texts -------------------------------------------------------------------------------

@@ -43,6 +43,9 @@ def test_figures_are_means_of_the_updates_after_the_warm_up(checkouts):
     expected = {"rollout": 16, "score": 0, "credit": 4, "update": 20, "step": 40}
     assert found == expected | {"tokens/s": 80 / 16, "peak GiB": 3}
     assert (here / "calls.txt").read_text().startswith("2.0 --a --b --output_dir ")
+    (here / "speed.txt").write_text("0")  # as of a rollout's later updates
+    with pytest.raises(SystemExit, match="one update each"):
+        bench.measure(contender, ["--b"], warmup=1)
 
 
 def test_another_checkout_runs_in_turn_and_ratios_are_to_it(checkouts, monkeypatch, capsys):

@@ -11,12 +11,19 @@ import pytest
 STEPS = 20
 
 
-def fake_run(folder: Path, name: str, seed: int, commit: str = "a1", **flags: object) -> Path:
+def fake_run(
+    folder: Path, name: str, seed: int, commit: str = "a1", processes: int = 1, **flags: object
+) -> Path:
     """Writes what a run leaves: a thousandth of the squared step, and 0.1 more for each seed."""
     out = folder / f"{name}-{seed}"
     out.mkdir(parents=True)
     environment = {"command": [f"/x/{name}.py", str(seed)], "commit": commit}
-    config = {"credit": name, "seed": seed, "output_dir": str(out), "environment": environment}
+    environment["hardware"] = {"processes": processes}
+    config = {
+        "credit": name, "seed": seed, "output_dir": str(out), "environment": environment,
+        "max_steps": STEPS, "gradient_accumulation_steps": 4, "steps_per_generation": 4,
+        "code of the script": f"c{seed}",
+    }  # fmt: skip
     (out / "config.json").write_text(json.dumps(config | flags))
     steps = range(1, STEPS + 1)
     rows = [{"step": step, "reward": 0.001 * step**2 + 0.1 * seed, "loss": 0.0} for step in steps]
@@ -38,7 +45,9 @@ def groups(*folders: Path) -> compare.Groups:
 
 
 def test_runs_that_differ_in_the_seed_and_in_where_they_ran_are_one_group(tmp_path):
-    runs = [fake_run(tmp_path, "arca", seed, save_steps=seed, trains="?") for seed in (1, 2, 3)]
+    runs = [fake_run(tmp_path, "arca", seed, save_steps=seed, trains="?") for seed in (1, 2)]
+    quarter = {"gradient_accumulation_steps": 1, "steps_per_generation": 1}
+    runs += [fake_run(tmp_path, "arca", 3, processes=4, trains="?", **quarter)]
     found = groups(*runs)
     assert list(found) == ["1  arca-1 and 2 more"]
     (members,) = found.values()
@@ -65,7 +74,7 @@ def test_the_table_has_means_and_deviations_and_warns_of_other_code(tmp_path):
     head, line, warning = compare.table(groups(*runs)).splitlines()
     assert head.split() == ["runs", "before", "after", "figure", "group"]
     assert line.split()[:6] == ["2", "0.300", "(0.000)", "0.650", "(0.071)", "sampled_accuracy"]
-    assert warning == "Warning: the code of group 1  arca-1 and 1 more differs: a1, b2"
+    assert warning == "Warning: the code of group 1  arca-1 and 1 more differs: a1 c1, b2 c2"
 
 
 def test_each_group_has_its_line_and_dots(tmp_path):
@@ -84,9 +93,12 @@ def test_each_group_has_its_line_and_dots(tmp_path):
 
 def test_the_command_leaves_out_what_is_not_a_finished_run(tmp_path, monkeypatch, capsys):
     run = fake_run(tmp_path, "arca", 1)
+    goes_on = fake_run(tmp_path, "arca", 2, max_steps=600)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["compare.py", str(run), str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(run), str(tmp_path), str(goes_on)])
     compare.main()
     out, err = capsys.readouterr()
     assert out.endswith("1  arca-1\ncompare.png\n")
-    assert err == f"{tmp_path} is left out: no run has ended there\n"
+    assert err == "".join(
+        f"{folder} is left out: no run has ended there\n" for folder in (tmp_path, goes_on)
+    )

@@ -1,5 +1,6 @@
 """tools/fork.py: a method's file becomes a whole script, which has the method's name everywhere."""
 
+import hashlib
 import importlib
 import json
 import subprocess
@@ -66,6 +67,13 @@ def test_a_fork_has_what_the_method_uses_and_not_what_it_does_not(tmp_path):
     assert "random" not in found["credit"]
 
 
+def test_no_method_replaces_a_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fork.py", "x/strace.py"])
+    with pytest.raises(SystemExit):
+        fork.main()
+    assert "grpo_strace.py is one of the three scripts" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_fork_trains_and_is_named_logged_and_carded_by_its_own_name(
     run_main, monkeypatch, tmp_path
@@ -79,4 +87,6 @@ def test_a_fork_trains_and_is_named_logged_and_carded_by_its_own_name(
     out = tmp_path / "runs/grpo_entropy_mask-entropy_mask-1"
     config = json.loads((out / "config.json").read_text())
     assert config["credit"] == "entropy_mask"
+    digest = hashlib.blake2b(script.read_bytes(), digest_size=4).hexdigest()
+    assert config["code of the script"] == digest
     assert "- entropy_mask\n" in (out / "adapter/README.md").read_text()

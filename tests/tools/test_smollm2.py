@@ -2,33 +2,30 @@
 
 import json
 
-import pytest
 import smollm2
 
 from common.data import parse_rows
 from common.task import has_right_steps
 
 
-@pytest.mark.parametrize(("number", "result"), [(9, 18), (3, 9)])
-def test_sums_are_right_different_and_as_many_as_said(tmp_path, number, result):
+def test_sums_are_right_different_and_as_many_as_said(tmp_path):
     path = tmp_path / "sums.jsonl"
-    smollm2.save_sums(path, {1: 20, 3: 9}, number, result)
+    smollm2.save_sums(path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [len(row["steps"]) for row in rows] == [1] * 20 + [3] * 9
     examples = [message["content"] for message in rows[0]["prompt"][1:-1:2]]
     asked = [row["prompt"][-1]["content"] for row in rows]
-    assert len({*asked, *examples}) == 29 + 3
+    assert len({*asked, *examples}) == 180 + 3
     for text, row in zip(asked, rows, strict=True):
         words = text.split()
-        partial_sums = [eval(" ".join(words[:end])) for end in range(3, len(words) + 1, 2)]
+        partial_sums = [eval(" ".join(words[:end])) for end in (3, 5)]
         assert (row["steps"], row["answer"]) == (partial_sums, str(partial_sums[-1]))
-        assert 1 <= min(partial_sums) <= max(partial_sums) <= result
-        assert max(map(int, words[2::2])) <= number
+        assert 1 <= min(partial_sums) <= max(partial_sums) <= 9
+        assert len(words) == 5 and max(map(int, words[2::2])) <= 3
 
 
 def test_the_first_worked_example_is_as_documented_and_would_be_rewarded(tmp_path):
     path = tmp_path / "sums.jsonl"
-    smollm2.save_sums(path, {1: 2})
+    smollm2.save_sums(path)
     row = json.loads(path.read_text().splitlines()[0])
     asked, solution = [message["content"] for message in row["prompt"][1:3]]
     assert (asked, solution) == ("7 + 4 - 4", "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}")

@@ -236,3 +236,5 @@ def test_a_method_is_measured_once_and_again_when_it_changes(
     mine.write_text(mine.read_text().replace("entropy", "entropy + 1"))
     start(monkeypatch, *command)
     assert "[4/4]" in capsys.readouterr().err
+    start(monkeypatch, *command, "--negative_weight", 0)  # of GRPO, too
+    assert "[4/4]" in capsys.readouterr().err

@@ -237,11 +237,3 @@ def test_products_are_in_full_precision_where_the_machine_asks_for_tf32():
     torch.set_float32_matmul_precision("high")
     grpo_arca.load_policy(grpo_arca.parse_args([]), torch.device("cpu"))
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_the_launchers_compiler_is_off(make_run, monkeypatch):
-    """`accelerate launch --dynamo_backend` would change how trained layers compute."""
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    run = make_run()
-    assert run.accelerator.state.dynamo_plugin.backend.value == "NO"
-    assert isinstance(run.policy, grpo_arca.LogProbs)

@@ -122,12 +122,6 @@ def test_a_family_is_computed_as_transformers_does(start, family):
     check_log_probs_and_gradients(run)
 
 
-def test_noise_that_only_training_has_is_found(start):
-    """The comparison with transformers' model is made in the mode that trains."""
-    with pytest.raises(SystemExit, match="is not supported: log-probs here are"):
-        start("mixtral", router_jitter_noise=0.1)
-
-
 def test_a_head_without_its_scaling_is_found(start, monkeypatch):
     def unscaled_logits(base, hidden):
         return base.get_output_embeddings()(hidden).float()
