@@ -18,8 +18,8 @@ The base is the model without any adapter. If a run starts from an adapter, alph
 adapter had learned before. The power p (--sharpening) is 1 in the paper's equation, and 2 in the
 configuration behind its table. The authors tested ARCA on LoRA in bf16, and measured alpha with
 dropout on. Here the base is in 4 bits, and alpha is measured with dropout off. The paper's loss is
--mean_i A_i sum_t w_t log pi(y_t). We clip a ratio instead. Where it is 1, --loss_type grpo gives
-their gradient: its division by T_i cancels the T_i above.
+-mean_i A_i sum_t w_t log pi(y_t). Ours is PPO's, which clips the ratio of new to old probability.
+Where it is 1, --loss_type grpo gives their gradient: its division by T_i cancels the T_i above.
 --credit also offers the paper's baselines (surprisal, entropy_reduction and divergence) and three
 signals of ours: probability, and the two controls random and shuffled.
 
