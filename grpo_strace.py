@@ -1166,6 +1166,7 @@ class Run:
         self.reward_funcs, self.reward_weights = load_reward_funcs(
             args.reward_funcs, args.reward_weights
         )
+        self.config = asdict(args) | code_digests(self.reward_funcs | {"the script": train})
 
         # The processes, and how many completions and updates they make.
         self.accelerator = Accelerator(
@@ -1231,7 +1232,6 @@ class Run:
         }
 
         # What identifies the run, and its progress.
-        self.config = asdict(args) | code_digests(self.reward_funcs | {"the script": train})
         self.config["adapter_size"] = describe_adapter(self.model)
         self.run_id = uuid.uuid4().hex[:8]  # by which a tracker knows it again
         self.identity = identity_of(self)

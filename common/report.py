@@ -72,9 +72,10 @@ def report_run(run: Any) -> str:
 
 def describe_adapter(model: PeftModel) -> str:
     """Returns how many of a model's layers and parameters an adapter trains."""
-    layer_types = (nn.Linear, Conv1D)
-    names = [name for name, module in model.named_modules() if isinstance(module, layer_types)]
-    count = sum("lora_" not in name for name in names)
+    count = sum(
+        isinstance(module, nn.Linear | Conv1D) and "lora_" not in name
+        for name, module in model.named_modules()
+    )
     trained, total = model.get_nb_trainable_parameters()
     return (
         f"{len(model.base_model.targeted_module_names)} of {count} linear layers, "
@@ -259,16 +260,19 @@ def shown_completion(
     falls = (entropy - torch.cat((entropy[1:], entropy[-1:]))).clamp(min=0)
     values = torch.stack((completion["weights"], -completion["logp"], falls, entropy))
     scores = values[:3] + 1e-8  # [3, n]
-    tints = scores / scores.mean(1, keepdim=True) / 3 * STRONGEST_TINT
-    tints = tints.nan_to_num(0).round().clamp(0, STRONGEST_TINT).int()
-    # The piece of a token is what it adds to the text of the 16 before it: "" within a character,
-    # because a decoder writes U+FFFD for a part of one.
+    shares = scores / scores.mean(1, keepdim=True) / 3
+    tints = (shares * STRONGEST_TINT).nan_to_num(0).round().clamp(0, STRONGEST_TINT).int()
+    # The piece of a token is what it adds to the text before it: "" within a character, because a
+    # decoder writes U+FFFD for a part of one, and perhaps for the whole characters next to it.
     ids = completion["ids"].tolist()
-    texts = [
-        [tokenizer.decode(ids[max(0, i - 16) : end]).rstrip("\ufffd") for end in (i, i + 1)]
-        for i in range(len(ids))
-    ]
-    pieces = [after[len(before) :] for before, after in texts]
+    pieces = []
+    start = end = 0  # of the tokens of the last piece, which the decoder needs to see again
+    for i in range(len(ids)):
+        before, after = (tokenizer.decode(ids[start:stop]) for stop in (end, i + 1))
+        is_whole = not after.endswith("\ufffd")
+        pieces.append(after[len(before) :] if is_whole else "")
+        if is_whole:
+            start, end = end, i + 1
     problem = completion["problem"]
     roles = token_roles(pieces, problem) if problem.steps else [""] * len(ids)
     tokens = [
@@ -277,5 +281,9 @@ def shown_completion(
             pieces, roles, values.T.tolist(), tints.T.tolist(), strict=True
         )
     ]
-    kept = {name: completion[name] for name in ("reward", "advantage", "truncated")}
-    return kept | {"tokens": tokens}
+    return {
+        "reward": completion["reward"],
+        "advantage": completion["advantage"],
+        "truncated": completion["truncated"],
+        "tokens": tokens,
+    }

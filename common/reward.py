@@ -118,9 +118,6 @@ def load_reward_funcs(
         if path != ACCURACY:
             sys.path.append(os.getcwd())  # at the end, so that no file there replaces a library
             with contained(path):
-                # In a notebook, the file may have changed since the last run.
-                if module_name != "__main__":
-                    sys.modules.pop(module_name, None)
                 functions[name] = getattr(importlib.import_module(module_name), name)
     if not len(functions) == len(paths) == len(weights) or not all(abs(w) < 1e18 for w in weights):
         raise ValueError(f"--reward_funcs {paths} must have different names, and a weight each, "

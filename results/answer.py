@@ -582,12 +582,14 @@ def worth() -> Table:
 
 def rivals() -> Table:
     """What training with files of methods/ gave."""
-    found = {(row["study"], row["method"], row["figure"]): row for row in differences()}
+    found = {
+        (row["study"], row["rate"], row["method"], row["figure"]): row for row in differences()
+    }
     table = [["method", "updates", "rate", "seeds", "area over GRPO", "end over GRPO",
               "p of the end, corrected", "cut"]]  # fmt: skip
     for group in sorted(rival_groups()):
         cells = [group.method, str(group.updates), group.rate, group.seeds()]
-        p_corrected = found[group.title(), group.method, "end"].get("p_holm", "")
+        p_corrected = found[group.title(), group.rate, group.method, "end"].get("p_holm", "")
         cells += [group.area(), group.end(), f"{p_corrected:.2}" if p_corrected else ""]
         table.append([*cells, group.cut()])
     return table

@@ -240,6 +240,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            embedded_policy=True,  # by which scripts know that their EMBEDDED_DEFAULTS suit it
         )
     )
 

@@ -89,7 +89,7 @@ def read_run(folder: Path) -> Run:
     return Run(
         folder.resolve(),
         told | {"script": Path(environment["command"][0]).stem},
-        f"{environment['commit']} {config['code of the script']}",
+        f"{environment['commit']} {config.get('code of the script')}",
         updates.get("reward", pandas.Series(dtype=float)).astype(float),
         metric,
         summary["before"].get(metric, float("nan")),

@@ -1,6 +1,7 @@
 """credit.html shows the data as it is, and hostile texts as texts, in a browser as well."""
 
 import math
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -156,8 +157,13 @@ def test_the_group_is_the_first_with_an_advantage_with_its_best_and_worst(tmp_pa
     assert [c["reward"] for c in group["completions"]] == [1.0] * 3
 
 
-def test_a_long_text_of_parts_of_characters_is_whole(tmp_path):
-    text = "🤯é 木 a  b\n" * 9
+def test_a_text_of_parts_of_characters_is_whole(tmp_path, monkeypatch):
+    """A part of a character may hide the whole ones next to it, as Llama 2's decoder does."""
+    text = "🤯é 木木 a  b\n" * 9
+    whole = TOKENIZER.decode
+    monkeypatch.setattr(
+        TOKENIZER, "decode", lambda ids: re.sub("[^ -~\n]*\ufffd$", "\ufffd", whole(ids))
+    )
     (group,), _ = page_of(tmp_path, [completion_of(text, 0, 1.0)])
     pieces = [token["text"] for token in group["completions"][0]["tokens"]]
     assert "".join(pieces) == text and "" in pieces and len(pieces) > 50

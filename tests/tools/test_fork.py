@@ -87,6 +87,8 @@ def test_a_fork_trains_and_is_named_logged_and_carded_by_its_own_name(
     out = tmp_path / "runs/grpo_entropy_mask-entropy_mask-1"
     config = json.loads((out / "config.json").read_text())
     assert config["credit"] == "entropy_mask"
-    digest = hashlib.blake2b(script.read_bytes(), digest_size=4).hexdigest()
-    assert config["code of the script"] == digest
+    assert (
+        config["code of the script"]
+        == hashlib.blake2b(script.read_bytes(), digest_size=4).hexdigest()
+    )
     assert "- entropy_mask\n" in (out / "adapter/README.md").read_text()

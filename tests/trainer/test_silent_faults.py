@@ -173,10 +173,9 @@ def test_a_reward_module_that_has_changed_is_said(run_main, tmp_path, monkeypatc
     flags = {"reward_funcs": "variety.pay", "save_steps": 1}
     assert run_main(max_steps=1, **flags)[0] == 0
     assert "code of pay" not in run_main(max_steps=2, **flags, **GO_ON)[1]
-    (tmp_path / "variety.py").write_text(VARIETY + "\nCHANGED = True\n")
+    (tmp_path / "variety.py").write_text(VARIETY + "\n")
     said = run_main(max_steps=3, **flags, **GO_ON)[1]
     assert "going on with these flags changed" in said and "'code of pay': '" in said
-    assert sys.modules["variety"].CHANGED  # in a notebook, too
 
 
 # ---- Numbers -------------------------------------------------------------------------------------
