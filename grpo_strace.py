@@ -1166,6 +1166,7 @@ class Run:
         self.reward_funcs, self.reward_weights = load_reward_funcs(
             args.reward_funcs, args.reward_weights
         )
+        # What logs say of the run. It is taken now, as files may change while a model loads.
         self.config = asdict(args) | code_digests(self.reward_funcs | {"the script": train})
 
         # The processes, and how many completions and updates they make.
