@@ -7,10 +7,10 @@
 GRPO (arXiv 2402.03300) samples a group of completions for each prompt. The advantage A_i of a
 completion is its reward minus the group's mean, divided by the group's standard deviation, and each
 of its T_i tokens receives the same advantage. ARCA (arXiv 2606.00257, authors' code
-github.com/rodlaf/tokenweighting) measures how far the adapter has moved the policy at each token,
-and splits the advantage in proportion to that:
+github.com/rodlaf/tokenweighting) measures how far the adapter has moved h_t, the hidden state that
+predicts token y_t, and splits the advantage in proportion to that:
 
-    alpha_t = || h_adapted_t - h_base_t ||_2      h_t: after the final norm, in fp32; predicts y_t
+    alpha_t = || h_adapted_t - h_base_t ||_2      h_t: after the final norm, in fp32
     w_t     = (alpha_t + 1e-8)^p / sum_k (alpha_k + 1e-8)^p
     A_t     = A_i * T_i * w_t                     T_i * w_t: `weights` in the code, 1 on average
 
@@ -19,7 +19,7 @@ adapter had learned before. The power p (--sharpening) is 1 in the paper's equat
 configuration behind its table. The authors tested ARCA on LoRA in bf16, and measured alpha with
 dropout on. Here the base is in 4 bits, and alpha is measured with dropout off. The paper's loss is
 -mean_i A_i sum_t w_t log pi(y_t). Ours is PPO's, which clips the ratio of new to old probability.
-Where it is 1, --loss_type grpo gives their gradient: its division by T_i cancels the T_i above.
+Where the ratio is 1, --loss_type grpo has the paper's gradient: it divides by the T_i above.
 --credit also offers the paper's baselines (surprisal, entropy_reduction and divergence) and three
 signals of ours: probability, and the two controls random and shuffled.
 
@@ -107,12 +107,12 @@ from common.task import Problem
 
 SCRIPT = Path(__file__).resolve()
 CUDA = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-SEGMENT = 64 if CUDA else 16  # tokens after which completions that have ended are dropped
+SEGMENT = 64 if CUDA else 16  # after so many tokens, decoding leaves out what has ended
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
-Positive = Annotated[int, 1, 1e18]  # from 1 to 1e18; a plain int or float may be 0, too
+Positive = Annotated[int, 1, 1e18]  # `parse_args` checks these bounds; without any, 0 is the least
 
 
 def flag(default: Any, help: str) -> Any:
@@ -266,21 +266,21 @@ class Batch:
     sampled_logp: Tensor  # [B, T] from the decode loop, at --temperature, before top_p
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] what the prompt begins of the answer, as <think>, then the completion
+    texts: list[str]  # [B] the completion, after what the prompt holds of the answer, as <think>
     completion_ids: list[list[int]]  # [B] tokens of the completion alone, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # set by `collect`
     rewards: Tensor = NOT_SET  # [B] their weighted sum; NaN if none applies
     advantages: Tensor = NOT_SET  # [B]
     loss_mask: Tensor = NOT_SET  # [B, T] bool: the tokens that are trained on
-    update_tokens: float = 0.0  # such tokens per update, on average, over all processes
+    update_tokens: float = 0.0  # their number on all processes, per update: the rollout's mean
     # set by `score`
-    old_logp: Tensor = NOT_SET  # [B, T] before the first of several updates, in training mode
-    reference_logp: Tensor = NOT_SET  # [B, T] of the policy before training if beta > 0, or of the
-    # base if the method computes them
+    old_logp: Tensor = NOT_SET  # [B, T] before a rollout's first update, if it has more than one
+    reference_logp: Tensor = NOT_SET  # [B, T] if beta > 0, of the policy before training, for the
+    # loss; else of the base, for the metric `kl` alone, if the method computes them
     scores: Tensor = NOT_SET  # [B, T] the credit signal
-    credit: Tensor = NOT_SET  # [B, T] what `surrogate_terms` reads; in ARCA the weights
-    weights: Tensor = NOT_SET  # [B, T] for metrics and credit.html: 1 on average over a completion
+    credit: Tensor = NOT_SET  # [B, T] what the loss reads, in `surrogate_terms`; ARCA's weights
+    weights: Tensor = NOT_SET  # [B, T] what only reports show: mean 1 over a completion
     bounds: tuple = ()  # low and high limit of the ratio, if the method sets its own
 
     @property
@@ -315,7 +315,7 @@ class Batch:
                 value[i] = item
 
     def trimmed(self) -> Batch:
-        """Returns the batch, not scored yet, without columns that are only padding."""
+        """Returns the batch without columns that are only padding; for use before `score`."""
         used_columns = self.attention.any(0).nonzero()
         start = int(used_columns[0])
         end = int(used_columns[-1]) + 1
@@ -338,8 +338,8 @@ from common.metrics import weight_stats
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     """Returns how much each token matters [B, T], without gradients (arXiv 2606.00257, Methods).
 
-    If beta has set no reference policy, the base's log-probs are kept for the metric `kl`. A method
-    may add figures of its own to `metrics`.
+    Where --beta is 0, the base's log-probs are also kept, for the metric `kl`. A method may add
+    figures of its own to `metrics`.
     """
     credit = run.args.credit
     # For entropy_reduction: how far the entropy falls to the next token; 0 for the last token.
@@ -420,7 +420,7 @@ def control_weights(kind: str, weights: Tensor, mask: Tensor, draws: Tensor) -> 
     """Returns random weights [B, T] to compare a method with, from `credit_draws` [B, T].
 
     This is no part of ARCA. "shuffled" permutes the weights of each completion. "random" draws
-    log-normal weights with the same sum and EffN/T, which is 1 / (T_i * sum of squared shares).
+    log-normal weights with the same sum that are as concentrated (EffN/T, see `weight_stats`).
     """
     if kind == "shuffled":
         order = torch.where(mask, draws, 2.0).argsort(dim=1, stable=True)  # padding stays put
@@ -449,21 +449,21 @@ def train(run: Run) -> None:
     """Runs GRPO: collects a rollout, scores its tokens, updates the policy on it, and repeats."""
     args = run.args
     evaluate(run)
-    was_evaluated = True
+    was_evaluated = True  # so credit.html shows the next rollout
     while run.step < args.max_steps:
         former_step = run.step
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = {}  # each step adds its own
         batch = collect(run, metrics)
         run.log.write_completions(run.step + 1, "train", batch, batch.rewards)
         updates = micro_batches(run, batch)  # [update][micro-batch]
-        all_micros = [micro for micros in updates for micro in micros]
+        all_micros = [micro for micros in updates for micro in micros]  # `score` fills these
         score(run, batch, all_micros, metrics)
 
-        # Update the policy. If a reward function has swallowed a Ctrl-C or SIGTERM, end the run.
+        # A reward function may have swallowed the KeyboardInterrupt that `run.interrupt` raised.
         if run.is_interrupted:
             raise KeyboardInterrupt
-        run.defers_signals = True  # to the end of the updates
-        # The list is repeated, for one pass after another.
+        run.defers_signals = True  # until the last update: no checkpoint is saved between two
+        # Update the policy. The list is repeated, for one pass after another.
         for micros in (updates * args.num_iterations)[: args.max_steps - run.step]:
             with timed(metrics, "seconds_update"):
                 metrics |= update(run, micros)
@@ -471,7 +471,7 @@ def train(run: Run) -> None:
             run.log.write({"step": run.step} | metrics)
             # Each update's row has the rollout's metrics, but only the first has its seconds.
             metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
-        # credit.html shows the rollout after each evaluation, and the last one.
+        # credit.html shows the first rollout after each evaluation, and the last one of the run.
         if was_evaluated or run.step >= args.max_steps:
             run.page_examples += credit_example(
                 run.tokenizer, all_micros, args.num_generations, former_step, args.system_prompt
@@ -502,8 +502,8 @@ def collect(run: Run, metrics: dict) -> Batch:
     accelerator = run.accelerator
 
     # Deal out the rows, [updates, processes, rows of a process in an update]. On any number of
-    # processes, an update has the same rows, and each process has whole groups. A process keeps its
-    # rows in order of updates.
+    # processes, an update has the same rows, and each process has whole groups. A process's rows
+    # stay in order of updates, by which `micro_batches` cuts them.
     all_rows = torch.arange(run.rollout_size).view(
         run.updates_per_pass, accelerator.num_processes, -1
     )
@@ -605,7 +605,7 @@ def aggregated_advantages(args: Args, rewards: Tensor, reward_weights: Tensor) -
         total = weighted_sum(normalized, reward_weights)
         # `view(1, -1)` makes one group of the whole batch.
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        advantages[total == 0] = 0.0  # the totals' mean is 0, so this drops what rounding left
+        advantages[total == 0] = 0.0  # the mean of totals that was subtracted is 0 but for rounding
     return advantages.float()
 
 
@@ -648,7 +648,7 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
-        # A method may clamp away a score that is not finite. With NaN here, `update` takes no step.
+        # So `update` takes no step. The score might not stop it: a method may clamp -inf to 0.
         micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
@@ -683,8 +683,8 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     # `means` returns nothing where nothing counts, as when no token is trained on: 0 stands there.
     figures = dict.fromkeys(averages[0], 0.0) | means(accelerator, averages)
 
-    # Take the step, unless it would put NaN into the weights. What may fail stands before it, so
-    # that no checkpoint has one update more than it says.
+    # Take the step, unless it would put NaN into the weights. Nothing that may fail comes after it,
+    # or a checkpoint could hold one update more than its `step` says.
     learning_rate = run.args.learning_rate * run.share_of_peak_rate(run.step + 1)
     run.optimizer.param_groups[0]["lr"] = learning_rate
     is_finite = math.isfinite(total_loss + grad_norm)
@@ -715,10 +715,10 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Each divisor
-    describes the whole update, with the completions that `micro_batches` has left out. So the
-    losses of its micro-batches add up to the same sum, however it is split. For dapo, it is the
-    mean number of tokens in the rollout's updates.
+    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Every divisor counts
+    the update's completions on all processes, even those that `micro_batches` has left out. So an
+    update's loss is the sum of its micro-batches' losses, and does not depend on how it is split.
+    The divisor of dapo is a mean over the rollout's updates.
     """
     args = run.args
     log_ratio, token_advantages = surrogate_terms(args, micro, logp - old_logp)
@@ -730,7 +730,7 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
         reference_log_ratio = micro.reference_logp - logp
         kl = reference_log_ratio.exp() - reference_log_ratio - 1  # k3, joschu.net/blog/kl-approx
         if args.use_bias_correction_kl:  # the gradient of the reverse KL, arXiv 2512.02556
-            kl = kl * (logp - old_logp).exp()  # of each token, whatever ratio the method clips
+            kl = kl * (logp - old_logp).exp()  # the token's own, even if the method clips another
         loss = loss + args.beta * kl
     clipped = torch.where(token_advantages > 0, ratio > high, ratio < low)
     clipped = clipped & (token_advantages != 0) & micro.loss_mask
@@ -749,10 +749,10 @@ def evaluate(run: Run) -> None:
 
     All evaluations use the same random numbers.
     """
-    own_funcs = {name: function for name, function in run.reward_funcs.items() if function}
-    # As in run.reward_funcs, None stands for the grader. No function can have the name "".
+    user_funcs = {name: function for name, function in run.reward_funcs.items() if function}
+    # The grader judges in any case. It is None, as in run.reward_funcs; no function is named "".
     grader: dict[str, Any] = {"": None}
-    kinds = {"greedy": (1, grader), "sampled": (run.args.num_generations_eval, grader | own_funcs)}
+    kinds = {"greedy": (1, grader), "sampled": (run.args.num_generations_eval, grader | user_funcs)}
     verdicts: list[Any] = []  # of each answer: kind, index of the problem, truncated, and rewards
     for kind, (samples, functions) in kinds.items():
         all_rows = torch.arange(len(run.held_out) * samples).view(-1, samples)
@@ -779,7 +779,7 @@ def evaluate(run: Run) -> None:
             strict=True,
         )
     run.log.write(
-        {"step": run.step, "eval": eval_metrics(["", *own_funcs], gather_object(verdicts))}
+        {"step": run.step, "eval": eval_metrics(["", *user_funcs], gather_object(verdicts))}
     )
 
 
@@ -804,7 +804,7 @@ class LogProbs(nn.Module):
         targets = micro.ids[:, micro.prompt_width :]  # [B, T]
 
         # The last prompt token predicts the first completion token. Those before it go into a
-        # cache, if the model can use one.
+        # cache, if the model can use one. The last token of all predicts nothing, and is not read.
         cached = micro.prompt_width - 1
         cache = prompt_cache(self.model, micro.ids[:, :cached], attention[:, :cached])
         start = 0 if cache is None else cached
@@ -866,10 +866,10 @@ def hidden_states(
 ) -> Tensor:
     """Returns hidden states [B, N, H] after the final norm, for ids [B, N] or embeddings [B, N, H].
 
-    `attention` [B, C + N] includes C cached tokens, and may end with columns that are still 0.
+    `attention` [B, C + N] begins with C cached columns. Columns not sampled yet may follow, with 0.
     """
     are_embeddings = inputs.is_floating_point()
-    # In decoding, the empty columns at the end repeat the newest token's position.
+    # Columns of 0 at the end repeat the newest token's position, so the last column has it, too.
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     return causal_lm.base_model(  # all but the head
         input_ids=None if are_embeddings else inputs,
@@ -999,9 +999,9 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
     ]
 
     def step(places: Tensor, hidden: Tensor, end: int) -> None:
-        """Samples the next tokens from `hidden` [n, H], and puts their own hidden states there.
+        """Samples the next tokens from `hidden` [n, H], and overwrites it with their hidden states.
 
-        Tensors are changed in place, so that a recorded step can be replayed.
+        All tensors, even `column`, change in place, so that a recorded step can be replayed.
         """
         at = (places, column)
         ids[at], logp[at], entropy[at] = sample_tokens(
@@ -1032,7 +1032,7 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
                 layer.max_cache_len += room
 
         # All steps of a segment use the same tensors, and the host reads none of them. So on a GPU
-        # the first step warms up, and the second is recorded and replayed.
+        # the first step warms up, and the others replay a recording that is made before the second.
         advance: Callable = functools.partial(step, places, hidden, prompt_width + sampled + room)
         for i in range(room):
             if i == 1 and CUDA and run.args.cuda_graphs:
@@ -1063,9 +1063,9 @@ def sample(
     give and log is appended to `logged`.
 
     `batch_size` completions are sampled at a time; 0: all. Each depends on its own row of the
-    draws, so splitting changes no sample. The batch has room for the longest prompt of all
-    problems and for T tokens. Masks come from lengths, never from token ids: the pad token may also
-    be a stop token.
+    draws, so splitting changes no sample. Every batch has room for the run's longest prompt and T
+    tokens, so that `put` can move completions between batches. A mask ends with the first stop
+    token. It is never read from the pad token, which may be a stop token, too.
     """
     run.policy.eval()
     device = run.accelerator.device
@@ -1154,7 +1154,7 @@ class Run:
         self.reward_funcs, self.reward_weights = load_reward_funcs(
             args.reward_funcs, args.reward_weights
         )
-        # What logs say of the run. It is taken now, as files may change while a model loads.
+        # For logs. Taken now, as files may change while a model loads. `train` is in this script.
         self.config = asdict(args) | code_digests(self.reward_funcs | {"the script": train})
 
         # The processes, and how many completions and updates they make.
@@ -1204,11 +1204,11 @@ class Run:
             lr=args.learning_rate,
             weight_decay=0.0,
         )
+        # By the + 1, the share below is 0 one update after the last, and not in it.
         scheduler = transformers.get_scheduler(
             args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
         )
-        # We keep only its function, from an update's number (1, 2, ...) to its share of the peak
-        # rate. By the + 1 above, the share is 0 one update after the last.
+        # We keep only its function, from an update (1, 2, ...) to its share of the peak rate.
         (self.share_of_peak_rate,) = scheduler.lr_lambdas
         self.policy, self.optimizer = self.accelerator.prepare(  # in DDP, if there are several
             LogProbs(self.model, args.temperature), optimizer
@@ -1382,8 +1382,8 @@ def save_checkpoint(run: Run) -> None:
     """Saves <output_dir>/checkpoint-<step>, and deletes the oldest beyond --save_total_limit.
 
     The one with the best evaluation is kept and not counted. Only the main process saves, and no
-    other waits for it. Nothing is saved between two updates on a rollout, but at the end: a
-    resumed run would sample the rollout again, with a policy that has changed.
+    other waits for it. Unless training ends there, nothing is saved between two updates on a
+    rollout: a resumed run would sample the rollout again, with a policy that has changed.
     """
     folder = Path(run.args.output_dir, f"checkpoint-{run.step}")
     is_midway = run.step % run.updates_per_rollout > 0 and run.step < run.args.max_steps

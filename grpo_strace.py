@@ -115,12 +115,12 @@ from common.task import Problem
 
 SCRIPT = Path(__file__).resolve()
 CUDA = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-SEGMENT = 64 if CUDA else 16  # tokens after which completions that have ended are dropped
+SEGMENT = 64 if CUDA else 16  # after so many tokens, decoding leaves out what has ended
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
-Positive = Annotated[int, 1, 1e18]  # from 1 to 1e18; a plain int or float may be 0, too
+Positive = Annotated[int, 1, 1e18]  # `parse_args` checks these bounds; without any, 0 is the least
 
 
 def flag(default: Any, help: str) -> Any:
@@ -286,21 +286,21 @@ class Batch:
     sampled_logp: Tensor  # [B, T] from the decode loop, at --temperature, before top_p
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] what the prompt begins of the answer, as <think>, then the completion
+    texts: list[str]  # [B] the completion, after what the prompt holds of the answer, as <think>
     completion_ids: list[list[int]]  # [B] tokens of the completion alone, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # set by `collect`
     rewards: Tensor = NOT_SET  # [B] their weighted sum; NaN if none applies
     advantages: Tensor = NOT_SET  # [B]
     loss_mask: Tensor = NOT_SET  # [B, T] bool: the tokens that are trained on
-    update_tokens: float = 0.0  # such tokens per update, on average, over all processes
+    update_tokens: float = 0.0  # their number on all processes, per update: the rollout's mean
     # set by `score`
-    old_logp: Tensor = NOT_SET  # [B, T] before the first of several updates, in training mode
-    reference_logp: Tensor = NOT_SET  # [B, T] of the policy before training if beta > 0, or of the
-    # base if the method computes them
+    old_logp: Tensor = NOT_SET  # [B, T] before a rollout's first update, if it has more than one
+    reference_logp: Tensor = NOT_SET  # [B, T] if beta > 0, of the policy before training, for the
+    # loss; else of the base, for the metric `kl` alone, if the method computes them
     scores: Tensor = NOT_SET  # [B, T] the credit signal
-    credit: Tensor = NOT_SET  # [B, T] what `surrogate_terms` reads; in ARCA the weights
-    weights: Tensor = NOT_SET  # [B, T] for metrics and credit.html: 1 on average over a completion
+    credit: Tensor = NOT_SET  # [B, T] what the loss reads, in `surrogate_terms`; ARCA's weights
+    weights: Tensor = NOT_SET  # [B, T] what only reports show: mean 1 over a completion
     bounds: tuple = ()  # low and high limit of the ratio, if the method sets its own
 
     @property
@@ -335,7 +335,7 @@ class Batch:
                 value[i] = item
 
     def trimmed(self) -> Batch:
-        """Returns the batch, not scored yet, without columns that are only padding."""
+        """Returns the batch without columns that are only padding; for use before `score`."""
         used_columns = self.attention.any(0).nonzero()
         start = int(used_columns[0])
         end = int(used_columns[-1]) + 1
@@ -461,21 +461,21 @@ def train(run: Run) -> None:
     """Runs GRPO: collects a rollout, scores its tokens, updates the policy on it, and repeats."""
     args = run.args
     evaluate(run)
-    was_evaluated = True
+    was_evaluated = True  # so credit.html shows the next rollout
     while run.step < args.max_steps:
         former_step = run.step
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = {}  # each step adds its own
         batch = collect(run, metrics)
         run.log.write_completions(run.step + 1, "train", batch, batch.rewards)
         updates = micro_batches(run, batch)  # [update][micro-batch]
-        all_micros = [micro for micros in updates for micro in micros]
+        all_micros = [micro for micros in updates for micro in micros]  # `score` fills these
         score(run, batch, all_micros, metrics)
 
-        # Update the policy. If a reward function has swallowed a Ctrl-C or SIGTERM, end the run.
+        # A reward function may have swallowed the KeyboardInterrupt that `run.interrupt` raised.
         if run.is_interrupted:
             raise KeyboardInterrupt
-        run.defers_signals = True  # to the end of the updates
-        # The list is repeated, for one pass after another.
+        run.defers_signals = True  # until the last update: no checkpoint is saved between two
+        # Update the policy. The list is repeated, for one pass after another.
         for micros in (updates * args.num_iterations)[: args.max_steps - run.step]:
             with timed(metrics, "seconds_update"):
                 metrics |= update(run, micros)
@@ -483,7 +483,7 @@ def train(run: Run) -> None:
             run.log.write({"step": run.step} | metrics)
             # Each update's row has the rollout's metrics, but only the first has its seconds.
             metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
-        # credit.html shows the rollout after each evaluation, and the last one.
+        # credit.html shows the first rollout after each evaluation, and the last one of the run.
         if was_evaluated or run.step >= args.max_steps:
             run.page_examples += credit_example(
                 run.tokenizer, all_micros, args.num_generations, former_step, args.system_prompt
@@ -514,8 +514,8 @@ def collect(run: Run, metrics: dict) -> Batch:
     accelerator = run.accelerator
 
     # Deal out the rows, [updates, processes, rows of a process in an update]. On any number of
-    # processes, an update has the same rows, and each process has whole groups. A process keeps its
-    # rows in order of updates.
+    # processes, an update has the same rows, and each process has whole groups. A process's rows
+    # stay in order of updates, by which `micro_batches` cuts them.
     all_rows = torch.arange(run.rollout_size).view(
         run.updates_per_pass, accelerator.num_processes, -1
     )
@@ -617,7 +617,7 @@ def aggregated_advantages(args: Args, rewards: Tensor, reward_weights: Tensor) -
         total = weighted_sum(normalized, reward_weights)
         # `view(1, -1)` makes one group of the whole batch.
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        advantages[total == 0] = 0.0  # the totals' mean is 0, so this drops what rounding left
+        advantages[total == 0] = 0.0  # the mean of totals that was subtracted is 0 but for rounding
     return advantages.float()
 
 
@@ -660,7 +660,7 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
-        # A method may clamp away a score that is not finite. With NaN here, `update` takes no step.
+        # So `update` takes no step. The score might not stop it: a method may clamp -inf to 0.
         micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
@@ -695,8 +695,8 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     # `means` returns nothing where nothing counts, as when no token is trained on: 0 stands there.
     figures = dict.fromkeys(averages[0], 0.0) | means(accelerator, averages)
 
-    # Take the step, unless it would put NaN into the weights. What may fail stands before it, so
-    # that no checkpoint has one update more than it says.
+    # Take the step, unless it would put NaN into the weights. Nothing that may fail comes after it,
+    # or a checkpoint could hold one update more than its `step` says.
     learning_rate = run.args.learning_rate * run.share_of_peak_rate(run.step + 1)
     run.optimizer.param_groups[0]["lr"] = learning_rate
     is_finite = math.isfinite(total_loss + grad_norm)
@@ -727,10 +727,10 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Each divisor
-    describes the whole update, with the completions that `micro_batches` has left out. So the
-    losses of its micro-batches add up to the same sum, however it is split. For dapo, it is the
-    mean number of tokens in the rollout's updates.
+    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Every divisor counts
+    the update's completions on all processes, even those that `micro_batches` has left out. So an
+    update's loss is the sum of its micro-batches' losses, and does not depend on how it is split.
+    The divisor of dapo is a mean over the rollout's updates.
     """
     args = run.args
     log_ratio, token_advantages = surrogate_terms(args, micro, logp - old_logp)
@@ -742,7 +742,7 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
         reference_log_ratio = micro.reference_logp - logp
         kl = reference_log_ratio.exp() - reference_log_ratio - 1  # k3, joschu.net/blog/kl-approx
         if args.use_bias_correction_kl:  # the gradient of the reverse KL, arXiv 2512.02556
-            kl = kl * (logp - old_logp).exp()  # of each token, whatever ratio the method clips
+            kl = kl * (logp - old_logp).exp()  # the token's own, even if the method clips another
         loss = loss + args.beta * kl
     clipped = torch.where(token_advantages > 0, ratio > high, ratio < low)
     clipped = clipped & (token_advantages != 0) & micro.loss_mask
@@ -761,10 +761,10 @@ def evaluate(run: Run) -> None:
 
     All evaluations use the same random numbers.
     """
-    own_funcs = {name: function for name, function in run.reward_funcs.items() if function}
-    # As in run.reward_funcs, None stands for the grader. No function can have the name "".
+    user_funcs = {name: function for name, function in run.reward_funcs.items() if function}
+    # The grader judges in any case. It is None, as in run.reward_funcs; no function is named "".
     grader: dict[str, Any] = {"": None}
-    kinds = {"greedy": (1, grader), "sampled": (run.args.num_generations_eval, grader | own_funcs)}
+    kinds = {"greedy": (1, grader), "sampled": (run.args.num_generations_eval, grader | user_funcs)}
     verdicts: list[Any] = []  # of each answer: kind, index of the problem, truncated, and rewards
     for kind, (samples, functions) in kinds.items():
         all_rows = torch.arange(len(run.held_out) * samples).view(-1, samples)
@@ -791,7 +791,7 @@ def evaluate(run: Run) -> None:
             strict=True,
         )
     run.log.write(
-        {"step": run.step, "eval": eval_metrics(["", *own_funcs], gather_object(verdicts))}
+        {"step": run.step, "eval": eval_metrics(["", *user_funcs], gather_object(verdicts))}
     )
 
 
@@ -816,7 +816,7 @@ class LogProbs(nn.Module):
         targets = micro.ids[:, micro.prompt_width :]  # [B, T]
 
         # The last prompt token predicts the first completion token. Those before it go into a
-        # cache, if the model can use one.
+        # cache, if the model can use one. The last token of all predicts nothing, and is not read.
         cached = micro.prompt_width - 1
         cache = prompt_cache(self.model, micro.ids[:, :cached], attention[:, :cached])
         start = 0 if cache is None else cached
@@ -878,10 +878,10 @@ def hidden_states(
 ) -> Tensor:
     """Returns hidden states [B, N, H] after the final norm, for ids [B, N] or embeddings [B, N, H].
 
-    `attention` [B, C + N] includes C cached tokens, and may end with columns that are still 0.
+    `attention` [B, C + N] begins with C cached columns. Columns not sampled yet may follow, with 0.
     """
     are_embeddings = inputs.is_floating_point()
-    # In decoding, the empty columns at the end repeat the newest token's position.
+    # Columns of 0 at the end repeat the newest token's position, so the last column has it, too.
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     return causal_lm.base_model(  # all but the head
         input_ids=None if are_embeddings else inputs,
@@ -1011,9 +1011,9 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
     ]
 
     def step(places: Tensor, hidden: Tensor, end: int) -> None:
-        """Samples the next tokens from `hidden` [n, H], and puts their own hidden states there.
+        """Samples the next tokens from `hidden` [n, H], and overwrites it with their hidden states.
 
-        Tensors are changed in place, so that a recorded step can be replayed.
+        All tensors, even `column`, change in place, so that a recorded step can be replayed.
         """
         at = (places, column)
         ids[at], logp[at], entropy[at] = sample_tokens(
@@ -1044,7 +1044,7 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
                 layer.max_cache_len += room
 
         # All steps of a segment use the same tensors, and the host reads none of them. So on a GPU
-        # the first step warms up, and the second is recorded and replayed.
+        # the first step warms up, and the others replay a recording that is made before the second.
         advance: Callable = functools.partial(step, places, hidden, prompt_width + sampled + room)
         for i in range(room):
             if i == 1 and CUDA and run.args.cuda_graphs:
@@ -1075,9 +1075,9 @@ def sample(
     give and log is appended to `logged`.
 
     `batch_size` completions are sampled at a time; 0: all. Each depends on its own row of the
-    draws, so splitting changes no sample. The batch has room for the longest prompt of all
-    problems and for T tokens. Masks come from lengths, never from token ids: the pad token may also
-    be a stop token.
+    draws, so splitting changes no sample. Every batch has room for the run's longest prompt and T
+    tokens, so that `put` can move completions between batches. A mask ends with the first stop
+    token. It is never read from the pad token, which may be a stop token, too.
     """
     run.policy.eval()
     device = run.accelerator.device
@@ -1166,7 +1166,7 @@ class Run:
         self.reward_funcs, self.reward_weights = load_reward_funcs(
             args.reward_funcs, args.reward_weights
         )
-        # What logs say of the run. It is taken now, as files may change while a model loads.
+        # For logs. Taken now, as files may change while a model loads. `train` is in this script.
         self.config = asdict(args) | code_digests(self.reward_funcs | {"the script": train})
 
         # The processes, and how many completions and updates they make.
@@ -1216,11 +1216,11 @@ class Run:
             lr=args.learning_rate,
             weight_decay=0.0,
         )
+        # By the + 1, the share below is 0 one update after the last, and not in it.
         scheduler = transformers.get_scheduler(
             args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
         )
-        # We keep only its function, from an update's number (1, 2, ...) to its share of the peak
-        # rate. By the + 1 above, the share is 0 one update after the last.
+        # We keep only its function, from an update (1, 2, ...) to its share of the peak rate.
         (self.share_of_peak_rate,) = scheduler.lr_lambdas
         self.policy, self.optimizer = self.accelerator.prepare(  # in DDP, if there are several
             LogProbs(self.model, args.temperature), optimizer
@@ -1394,8 +1394,8 @@ def save_checkpoint(run: Run) -> None:
     """Saves <output_dir>/checkpoint-<step>, and deletes the oldest beyond --save_total_limit.
 
     The one with the best evaluation is kept and not counted. Only the main process saves, and no
-    other waits for it. Nothing is saved between two updates on a rollout, but at the end: a
-    resumed run would sample the rollout again, with a policy that has changed.
+    other waits for it. Unless training ends there, nothing is saved between two updates on a
+    rollout: a resumed run would sample the rollout again, with a policy that has changed.
     """
     folder = Path(run.args.output_dir, f"checkpoint-{run.step}")
     is_midway = run.step % run.updates_per_rollout > 0 and run.step < run.args.max_steps
