@@ -368,12 +368,12 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         micro.credit = trace_mask
         with torch.enable_grad():
             log_ratio = torch.zeros_like(trace_mask, requires_grad=True)
-            log_weight, _ = surrogate_terms(run.args, micro, log_ratio)
-            (column_sums,) = torch.autograd.grad(log_weight[micro.mask].sum(), log_ratio)  # [B, T]
+            log_trace, _ = surrogate_terms(run.args, micro, log_ratio)
+            (column_sums,) = torch.autograd.grad(log_trace[micro.mask].sum(), log_ratio)  # [B, T]
         mean = column_sums.sum(1, keepdim=True) / micro.mask.sum(1, keepdim=True)
         micro.weights = column_sums / mean.clamp(min=1e-30)
-        parts = (column_sums, trace_mask, micro.mask)
-        sums += torch.stack([part[micro.loss_mask].sum() for part in parts])
+        counted = (column_sums, trace_mask, torch.ones_like(trace_mask))  # the last counts tokens
+        sums += torch.stack([values[micro.loss_mask].sum() for values in counted])
     gain, kept, tokens = run.accelerator.reduce(sums, "sum").tolist()
     metrics |= {"trace_gain": gain / max(tokens, 1), "trace_kept": kept / max(tokens, 1)}
 
@@ -415,8 +415,8 @@ def entropy_cutoff(entropy: Tensor, quantile: float) -> Tensor:
 def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the log of the ratio to clip, log R_t, and the advantage, of each token [B, T].
 
-    All rows share the kernel K; a row's mask m scales its columns. With the token's own ratio kept,
-    log R = W @ x = K @ (m * x) + (1 - m) * x for the log ratios x.
+    For a completion with mask m and log ratios x, W is the kernel K with each column k multiplied
+    by m_k. Where masked tokens keep their own ratio, log R = W @ x = K @ (m * x) + (1 - m) * x.
     """
     trace_mask = micro.credit
     advantages = micro.advantages[:, None].expand_as(log_ratio)
@@ -431,10 +431,10 @@ def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor
         trace = (trace_mask * log_ratio) @ kernel.T + own * log_ratio
         if args.trace_normalize:
             row_sums = trace_mask @ kernel.T + own
-            trace = trace / row_sums.clamp(min=1e-30)  # a row of zeros stays one
+            trace = trace / row_sums.clamp(min=1e-30)  # not 0 / 0: an empty trace stays 0
 
-    # A trace adds up ratios. Its exp must not overflow, because 0 * inf is NaN in the gradient of a
-    # clipped token.
+    # A trace adds up log ratios, so it may be large. Its exp must not overflow, because 0 * inf is
+    # NaN in the gradient of a clipped token.
     return torch.where(micro.mask, trace, 0.0).clamp(-20, 20), advantages
 
 
@@ -445,8 +445,8 @@ def kernel_matrix(args: Args, length: int, device: torch.device) -> Tensor:
     """
     exponents = torch.arange(length, dtype=torch.float64, device=device)
     powers = (args.trace_lambda**exponents).float()  # [T]: 1, lambda, lambda^2, ...; 0^0 is 1
-    # Slide a window of length T over 0, ..., 0, 1, lambda, lambda^2, ...: the windows, each read
-    # backwards, are the rows of the matrix.
+    # For T = 3 and l = lambda, windows of 0 0 1 l l^2 are 0 0 1, 0 1 l and 1 l l^2. Read backwards,
+    # they are the rows of the matrix: 1 0 0, l 1 0 and l^2 l 1.
     recent = F.pad(powers, (length - 1, 0)).unfold(0, length, 1).flip(1)
     if args.credit == "grpo_lambda" and args.trace_kernel == "both":
         return torch.maximum(recent, powers, out=recent).tril_()  # T x T is large: reuse it
