@@ -93,12 +93,12 @@ def main() -> None:
         differences = []
         for our_row, their_row in zip(rows_of(ours), rows_of(theirs), strict=True):
             for key, value in their_row.items():  # ours may have further ones
-                if our_row[key] != value:
-                    differences.append(f"step {our_row['step']} {key} {our_row[key]} {value}")
+                if our_row.get(key) != value:
+                    differences.append(f"step {our_row['step']} {key} {our_row.get(key)} {value}")
         adapters = [folder / "adapter/adapter_model.safetensors" for folder in (ours, theirs)]
         if not filecmp.cmp(*adapters, shallow=False):
             differences.append("adapter")
-        print(f"{name}: {', '.join(differences[:5]) or 'equal'}", flush=True)
+        print(f"{name}: {', '.join(differences[-5:]) or 'equal'}", flush=True)
         differing += [name] if differences else []
     print(f"{len(differing)} differ: {differing}")
     sys.exit(bool(differing))
