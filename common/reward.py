@@ -126,7 +126,7 @@ def load_reward_funcs(
 
 
 def code_digests(functions: dict[str, Callable | None]) -> dict[str, str]:
-    """Returns a digest of the file that defines each function, by the function's name."""
+    """Returns a digest of the file that defines each function, if one does, by its name."""
     modules = {
         name: sys.modules.get(getattr(inspect.unwrap(function), "__module__", ""))
         for name, function in functions.items()
@@ -136,7 +136,7 @@ def code_digests(functions: dict[str, Callable | None]) -> dict[str, str]:
     return {
         f"code of {name}": hashlib.blake2b(Path(file).read_bytes(), digest_size=4).hexdigest()
         for name, file in files.items()
-        if file is not None
+        if file is not None and Path(file).exists()
     }
 
 
