@@ -433,5 +433,6 @@ def test_every_fork_trains_two_updates_of_a_rollout(tmp_path):
     for name in SCRIPTS:
         script = tmp_path / f"grpo_{name}"
         script.with_suffix(".py").write_text(SCRIPTS[name])
-        cases.append(fork_case(tmp_path / name, str(script), model_name_or_path=TINY, max_steps=2))
+        flags = {"model_name_or_path": TINY, "max_steps": 2, "reward_weights": [0.4, 0.1]}
+        cases.append(fork_case(tmp_path / name, str(script), **flags))  # OPPO needs at most 1
     assert run_forks(tmp_path, cases) == ["0"] * len(SCRIPTS)
