@@ -876,7 +876,7 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
-        # So `update` takes no step. The score might not stop it: a method may clamp -inf to 0.
+        # With NaN here, `update` takes no step, even if a method clamps the score.
         micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)

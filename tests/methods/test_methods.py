@@ -188,7 +188,7 @@ def test_delta_needs_both_sides_and_stare_a_surprise_and_oppo_a_judgement():
     """Where that is missing, weights are equal: to compare with 0 would be surprisal again."""
     run, batch, micros = credited("delta")
     for micro in micros:
-        micro.advantages = micro.advantages.clamp(min=0)
+        micro.loss_mask &= (micro.advantages > 0)[:, None]  # the wrong ones are not trained on
         load("delta").token_scores(run, micro, {})
     load("delta").assign_credit(run, batch, micros, {})
     praised = [micro.credit[(micro.advantages > 0)[:, None] & micro.mask] for micro in micros]
