@@ -1134,20 +1134,26 @@ def dense(model: PeftModel) -> Iterator[None]:
             weight = dequantize_bnb_weight(layer.weight).to(layer.compute_dtype)
             layer.forward = functools.partial(F.linear, weight=weight, bias=layer.bias)
         for layer in adapted:
+            dense_base = layer.base_layer.forward.keywords
             lora_A = layer.lora_A["default"].weight.to(layer.base_layer.compute_dtype)
             scaled_B = layer.lora_B["default"].weight * layer.scaling["default"]
-            layer.forward = functools.partial(
-                adapted_forward, layer.base_layer, lora_A, scaled_B.to(lora_A)
-            )
+            stacked = torch.cat((dense_base["weight"], lora_A))  # [outputs + r, inputs]
+            dense_base["weight"] = stacked[: -len(lora_A)]  # a view, so that no weight is held twice
+            bias = dense_base["bias"] if dense_base["bias"] is None else F.pad(dense_base["bias"], (0, len(lora_A)))
+            layer.forward = functools.partial(adapted_forward, stacked, bias, scaled_B.T.to(lora_A))
         yield
     finally:
         for layer in layers + adapted:
             vars(layer).pop("forward", None)
 
 
-def adapted_forward(base_layer: nn.Module, lora_A: Tensor, scaled_B: Tensor, x: Tensor) -> Tensor:
-    """Returns what PEFT's layer computes, in fewer operations: decoding calls it for each token."""
-    return base_layer.forward(x) + F.linear(F.linear(x, lora_A), scaled_B)
+def adapted_forward(stacked: Tensor, bias: Tensor | None, scaled_B: Tensor, x: Tensor) -> Tensor:
+    """Returns what PEFT's layer computes, in fewer operations: decoding calls it for each token.
+
+    The first product is of the base's weight and of A, stacked.
+    """
+    result, low_rank = F.linear(x, stacked, bias).split((len(stacked) - len(scaled_B), len(scaled_B)), -1)
+    return result + low_rank @ scaled_B
 
 
 # ---- Set-up: NF4 + LoRA --------------------------------------------------------------------------
