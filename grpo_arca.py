@@ -108,6 +108,7 @@ from common.task import Problem
 SCRIPT = Path(__file__).resolve()
 CUDA = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 SEGMENT = 64 if CUDA else 16  # after so many tokens, decoding leaves out what has ended
+FEWEST_CACHED_TOKENS = 2**15  # of a micro-batch's prompts, on a GPU
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
@@ -837,6 +838,8 @@ def prompt_cache(
     """
     if (
         ids.shape[1] == 0
+        # Prompts would be a second forward pass: on a GPU its launches take longer than it saves.
+        or (CUDA and ids.numel() < FEWEST_CACHED_TOKENS)
         or any(transformers.DynamicCache(config=model.config).is_linear)
         or any(
             layer.training and getattr(layer, "gradient_checkpointing", False)
