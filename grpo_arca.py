@@ -107,7 +107,8 @@ from common.task import Problem
 
 SCRIPT = Path(__file__).resolve()
 CUDA = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-SEGMENT = 64 if CUDA else 16  # after so many tokens, decoding leaves out what has ended
+SEGMENT = 256 if CUDA else 16  # after so many tokens, decoding leaves out what has ended
+CHECK = 32  # after so many tokens, decoding stops if all have ended
 FEWEST_CACHED_TOKENS = 2**15  # of a micro-batch's prompts, on a GPU
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
@@ -1018,10 +1019,13 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
         hidden.copy_(hidden_states(causal_lm, ids[places, column, None], attention, cache)[:, -1])
         column.add_(1)
 
+    def have_ended() -> Tensor:  # [n] bool
+        return torch.isin(ids[places, prompt_width:], run.eos_ids).any(1)
+
     hidden = read_prompts(causal_lm, prompt_ids[:, first_column:], cache)[:, -1]  # [n, H]
     for sampled in range(0, length, SEGMENT):  # tokens of each completion so far
         # Drop the completions that have ended, and make room for a segment of the others.
-        has_ended = torch.isin(ids[places, prompt_width:], run.eos_ids).any(1)  # [n]
+        has_ended = have_ended()
         if has_ended.all():
             break
         places = places[~has_ended]
@@ -1046,6 +1050,8 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
                     advance()
                 advance = graph.replay
             advance()
+            if i % CHECK == CHECK - 1 and have_ended().all():
+                break
     return ids, logp[:, prompt_width:], entropy[:, prompt_width:]
 
 
