@@ -334,7 +334,7 @@ class Batch:
 
 
 # === CREDIT ===
-from common.metrics import weight_stats
+from common.credit import control_weights
 
 
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
@@ -404,43 +404,6 @@ def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor
     ARCA keeps the token's own ratio. Other methods may replace it.
     """
     return log_ratio, micro.advantages[:, None] * micro.credit
-
-
-def credit_draws(run: Run, micro: Batch) -> Tensor:
-    """Returns random numbers [B, T] in [0, 1) for a control. A resumed run draws the same."""
-    return row_draws(
-        run.args.seed,
-        "credit",
-        run.rollout_number,
-        micro.rows,
-        micro.mask.shape[1],
-        run.args.num_generations,
-    )
-
-
-def control_weights(kind: str, weights: Tensor, mask: Tensor, draws: Tensor) -> Tensor:
-    """Returns random weights [B, T] to compare a method with, from `credit_draws` [B, T].
-
-    This is no part of ARCA. "shuffled" permutes the weights of each completion. "random" draws
-    log-normal weights with the same sum that are as concentrated (EffN/T, see `weight_stats`).
-    """
-    if kind == "shuffled":
-        order = torch.where(mask, draws, 2.0).argsort(dim=1, stable=True)  # padding stays put
-        return weights.gather(1, order)
-
-    # EffN/T of exp(sigma * z) falls as sigma grows, so bisection finds each completion's sigma.
-    target = weight_stats(weights, mask)["effn"]  # [B]
-    z = torch.special.ndtri(draws.clamp(1e-6, 1 - 1e-6))  # [B, T] normal
-    low = torch.zeros_like(target)
-    high = torch.full_like(target, 50.0)
-    for _ in range(40):
-        sigma = (low + high) / 2
-        drawn = torch.where(mask, (sigma[:, None] * z).exp().clamp(max=1e30), 0.0)
-        is_too_flat = weight_stats(drawn, mask)["effn"] > target  # False for NaN (one token)
-        low = torch.where(is_too_flat, sigma, low)
-        high = torch.where(is_too_flat, high, sigma)
-    drawn = drawn / drawn.sum(1, keepdim=True) * (weights * mask).sum(1, keepdim=True)
-    return torch.where(mask & (target[:, None] < 1 - 1e-6), drawn, weights)  # uniform ones stay
 
 
 # === END CREDIT ===
@@ -948,6 +911,18 @@ def row_draws(
     row_seeds = [key_seed(seed, purpose, rollout, prompt, sample) for prompt, sample in pairs]
     streams = [torch.Generator().manual_seed(row_seed) for row_seed in row_seeds]
     return torch.stack([torch.rand(length, generator=stream) for stream in streams]).to(rows.device)
+
+
+def credit_draws(run: Run, micro: Batch) -> Tensor:
+    """Returns random numbers [B, T] in [0, 1) for a control. A resumed run draws the same."""
+    return row_draws(
+        run.args.seed,
+        "credit",
+        run.rollout_number,
+        micro.rows,
+        micro.mask.shape[1],
+        run.args.num_generations,
+    )
 
 
 def sample_tokens(

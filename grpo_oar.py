@@ -356,8 +356,8 @@ import bisect
 from typing import NamedTuple
 
 from common.answers import boxed_span
+from common.credit import control_weights
 from common.data import context_length
-from common.metrics import weight_stats
 
 COLUMNS_PER_CUT = 4  # OAR-P: neighboring columns that share one cut of the cache
 
@@ -386,10 +386,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         reasoning = micro.mask & (micro.scores >= 0)
         weights = gated_weights(args, micro.scores.clamp(min=0), reasoning)
         if args.credit in ("random", "shuffled"):
-            length = micro.mask.shape[1]
-            draws = row_draws(
-                args.seed, "credit", run.rollout_number, micro.rows, length, args.num_generations
-            )
+            draws = credit_draws(run, micro)
             weights = control_weights(args.credit, weights, reasoning, draws)
         micro.credit = weights * micro.mask
         micro.weights = micro.credit
@@ -644,31 +641,6 @@ def cut_cache(
         (layer.keys[rows, :, :columns], layer.values[rows, :, :columns]) for layer in cache.layers
     ]
     return transformers.DynamicCache(layers)
-
-
-def control_weights(kind: str, weights: Tensor, mask: Tensor, draws: Tensor) -> Tensor:
-    """Returns weights [B, T] that know nothing of the tokens, made from `row_draws` [B, T].
-
-    "shuffled" permutes the weights within the mask. "random" draws log-normal ones there with the
-    same sum and concentration (EffN/T).
-    """
-    if kind == "shuffled":
-        order = torch.where(mask, draws, 2.0).argsort(dim=1, stable=True)  # the rest stays put
-        return weights.gather(1, order)
-
-    # EffN/T of exp(sigma * z) falls as sigma grows, so bisection finds each completion's sigma.
-    target = weight_stats(weights, mask)["effn"]  # [B]
-    z = torch.special.ndtri(draws.clamp(1e-6, 1 - 1e-6))  # [B, T] normal
-    low = torch.zeros_like(target)
-    high = torch.full_like(target, 50.0)
-    for _ in range(40):
-        sigma = (low + high) / 2
-        drawn = torch.where(mask, (sigma[:, None] * z).exp().clamp(max=1e30), 0.0)
-        is_too_flat = weight_stats(drawn, mask)["effn"] > target  # False for NaN (one token)
-        low = torch.where(is_too_flat, sigma, low)
-        high = torch.where(is_too_flat, high, sigma)
-    drawn = drawn / drawn.sum(1, keepdim=True) * (weights * mask).sum(1, keepdim=True)
-    return torch.where(mask & (target[:, None] < 1 - 1e-6), drawn, weights)
 
 
 # === END CREDIT ===
@@ -1176,6 +1148,18 @@ def row_draws(
     row_seeds = [key_seed(seed, purpose, rollout, prompt, sample) for prompt, sample in pairs]
     streams = [torch.Generator().manual_seed(row_seed) for row_seed in row_seeds]
     return torch.stack([torch.rand(length, generator=stream) for stream in streams]).to(rows.device)
+
+
+def credit_draws(run: Run, micro: Batch) -> Tensor:
+    """Returns random numbers [B, T] in [0, 1) for a control. A resumed run draws the same."""
+    return row_draws(
+        run.args.seed,
+        "credit",
+        run.rollout_number,
+        micro.rows,
+        micro.mask.shape[1],
+        run.args.num_generations,
+    )
 
 
 def sample_tokens(

@@ -962,6 +962,18 @@ def row_draws(
     return torch.stack([torch.rand(length, generator=stream) for stream in streams]).to(rows.device)
 
 
+def credit_draws(run: Run, micro: Batch) -> Tensor:
+    """Returns random numbers [B, T] in [0, 1) for a control. A resumed run draws the same."""
+    return row_draws(
+        run.args.seed,
+        "credit",
+        run.rollout_number,
+        micro.rows,
+        micro.mask.shape[1],
+        run.args.num_generations,
+    )
+
+
 def sample_tokens(
     logits: Tensor, draws: Tensor, temperature: float = 1.0, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:

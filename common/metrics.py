@@ -18,41 +18,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm import tqdm
 
+from common.credit import weight_stats
 from common.reward import GRADER
-
-
-# ---- How concentrated the credit is --------------------------------------------------------------
-@torch.no_grad()
-def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Returns how concentrated the credit is in each completion, as two float32 tensors [B].
-
-    weights [B, T] >= 0 may have any scale. Outside mask [B, T] nothing is read, not even NaN. As in
-    ARCA (arXiv 2606.00257):
-
-        gini   0 for uniform weights, (n - 1) / n for all weight on one of n tokens
-        effn   the effective number of tokens over their number ("EffN/T"): 1 for uniform weights,
-               1 / n for all weight on one token
-
-    Both are NaN for a completion of at most one token, or with a total weight of 0: use nanmean.
-    """
-    weights = torch.where(mask, weights.double(), 0.0)  # [B, T]; not *, because NaN * 0 is NaN
-    lengths = mask.sum(1)  # [B]
-    totals = weights.sum(1)  # [B]
-    shares = weights.sort(dim=1).values / totals[:, None]  # [B, T] ascending, the padding first
-
-    # The Gini index is sum_k (2 * k - n - 1) * share_k / n, where k is 1 for the smallest share and
-    # n for the largest, which stands last.
-    from_the_end = torch.arange(-weights.shape[1], 0, device=weights.device)  # [T], to -1
-    factors = 2 * from_the_end + lengths[:, None] + 1  # [B, T], as k = n + 1 + from_the_end
-    gini = (factors * shares).sum(1).clamp(min=0) / lengths  # rounding may leave -1e-18
-    effn = 1.0 / (lengths * shares.square().sum(1))
-
-    is_defined = (lengths > 1) & (totals > 0) & totals.isfinite()
-    return {
-        "gini": torch.where(is_defined, gini, math.nan).float(),
-        "effn": torch.where(is_defined, effn, math.nan).float(),
-    }
-
 
 # ---- What is logged ------------------------------------------------------------------------------
 Averages = dict[str, tuple[Tensor, Tensor]]  # values, and how much each counts, of the same shape

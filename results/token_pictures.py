@@ -36,7 +36,7 @@ import torch
 from studies import write_csv
 from torch import Tensor
 
-from common.metrics import weight_stats
+from common.credit import weight_stats
 from common.task import token_roles
 
 matplotlib.use("Agg")

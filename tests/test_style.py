@@ -12,10 +12,10 @@ import pytest
 from support import ROOT, SCRIPTS
 
 BUDGET = {  # pattern of files: statements they may have in all, docstrings not counted
-    "grpo_arca.py": 730,
-    "grpo_strace.py": 740,
-    "grpo_oar.py": 905,
-    "common/**/*.py": 985,
+    "grpo_arca.py": 715,
+    "grpo_strace.py": 742,
+    "grpo_oar.py": 890,
+    "common/**/*.py": 1005,
     "methods/**/*.py": 370,
     "tools/**/*.py": 960,
     "results/**/*.py": 1100,

@@ -9,7 +9,7 @@ import torch
 from support import fixed_draws, problems_of, random_batch, sample, stock, unscored
 
 import grpo_arca
-from common.metrics import weight_stats
+from common.credit import weight_stats
 
 
 def scored(run, *batches):

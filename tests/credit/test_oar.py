@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 import grpo_oar
-from common.metrics import weight_stats
+from common.credit import weight_stats
 
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 PROMPTS = ["Start with 23, add 19, double it.", "Start with 7, triple it.", "7 plus 2?"]

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from support import ROOT, SCRIPTS, fixed_draws, metrics_of, random_batch
 
 import grpo_arca
+from common.credit import weight_stats
 from common.metrics import (
     RunLog,
     credit_averages,
@@ -22,7 +23,6 @@ from common.metrics import (
     means,
     rollout_metrics,
     timed,
-    weight_stats,
 )
 
 PAGE = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")

@@ -55,8 +55,8 @@ def test_a_fork_has_what_the_method_uses_and_not_what_it_does_not(tmp_path):
     """The flag that chooses is made, with the controls that the inherited assign_credit offers."""
     found = made(tmp_path, "def token_scores(run, micro, metrics):\n    return micro.entropy\n")
     assert found.keys() == {
-        "credit", "sharpening", "weight_stats", "token_scores", "normalize", "assign_credit",
-        "surrogate_terms", "control_weights", "credit_draws",
+        "credit", "sharpening", "control_weights", "token_scores", "normalize", "assign_credit",
+        "surrogate_terms",
     }  # fmt: skip
     assert '"mine", "random", "shuffled"' in found["credit"]
     assert "return micro.entropy" in found["token_scores"]
