@@ -1159,8 +1159,14 @@ def dense(model: PeftModel) -> Iterator[None]:
             lora_A = layer.lora_A["default"].weight.to(layer.base_layer.compute_dtype)
             scaled_B = layer.lora_B["default"].weight * layer.scaling["default"]
             stacked = torch.cat((dense_base["weight"], lora_A))  # [outputs + r, inputs]
-            dense_base["weight"] = stacked[: -len(lora_A)]  # a view, so that no weight is held twice
-            bias = dense_base["bias"] if dense_base["bias"] is None else F.pad(dense_base["bias"], (0, len(lora_A)))
+            dense_base["weight"] = stacked[
+                : -len(lora_A)
+            ]  # a view, so that no weight is held twice
+            bias = (
+                dense_base["bias"]
+                if dense_base["bias"] is None
+                else F.pad(dense_base["bias"], (0, len(lora_A)))
+            )
             layer.forward = functools.partial(adapted_forward, stacked, bias, scaled_B.T.to(lora_A))
         yield
     finally:
@@ -1173,7 +1179,9 @@ def adapted_forward(stacked: Tensor, bias: Tensor | None, scaled_B: Tensor, x: T
 
     The first product is of the base's weight and of A, stacked.
     """
-    result, low_rank = F.linear(x, stacked, bias).split((len(stacked) - len(scaled_B), len(scaled_B)), -1)
+    result, low_rank = F.linear(x, stacked, bias).split(
+        (len(stacked) - len(scaled_B), len(scaled_B)), -1
+    )
     return result + low_rank @ scaled_B
 
 
