@@ -253,12 +253,9 @@ EMBEDDED_DEFAULTS = {  # used instead for a policy whose config.json says "embed
 
 
 # ---- What a step hands to the next ---------------------------------------------------------------
-NOT_SET = torch.empty(0)  # what a Batch holds until a later step of the loop sets the value
-
-
 @dataclass
 class Batch:
-    """Completions, and what is known about them so far."""
+    """Completions, and what is known about them so far. What is not known yet is None."""
 
     rows: Tensor  # [B] index of each completion in the whole rollout: prompt * G + sample
     prompt_width: int  # P
@@ -271,19 +268,19 @@ class Batch:
     texts: list[str]  # [B] the completion, after what the prompt holds of the answer, as <think>
     completion_ids: list[list[int]]  # [B] tokens of the completion alone, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
-    # set by `collect`
-    rewards: Tensor = NOT_SET  # [B] their weighted sum; NaN if none applies
-    advantages: Tensor = NOT_SET  # [B]
-    loss_mask: Tensor = NOT_SET  # [B, T] bool: the tokens that are trained on
+    # tensors that `collect` sets
+    rewards: Any = None  # [B] their weighted sum; NaN if none applies
+    advantages: Any = None  # [B]
+    loss_mask: Any = None  # [B, T] bool: the tokens that are trained on
     update_tokens: float = 0.0  # their number on all processes, per update: the rollout's mean
-    # set by `score`
-    old_logp: Tensor = NOT_SET  # [B, T] before a rollout's first update, if it has more than one
-    reference_logp: Tensor = NOT_SET  # [B, T] if beta > 0, of the policy before training, for the
+    # tensors that `score` sets
+    old_logp: Any = None  # [B, T] before a rollout's first update, if it has more than one
+    reference_logp: Any = None  # [B, T] if beta > 0, of the policy before training, for the
     # loss; else of the base, for the metric `kl` alone, if the method computes them
-    scores: Tensor = NOT_SET  # [B, T] the credit signal
-    credit: Tensor = NOT_SET  # [B, T] what the loss reads, in `surrogate_terms`; ARCA's weights
-    weights: Tensor = NOT_SET  # [B, T] what only reports show: mean 1 over a completion
-    bounds: tuple = ()  # low and high limit of the ratio, if the method sets its own
+    scores: Any = None  # [B, T] the credit signal
+    credit: Any = None  # [B, T] what the loss reads, in `surrogate_terms`; ARCA's weights
+    weights: Any = None  # [B, T] what only reports show: mean 1 over a completion
+    bounds: tuple | None = None  # low and high limit of the ratio, if the method sets its own
 
     @property
     def mask(self) -> Tensor:
@@ -293,9 +290,7 @@ class Batch:
     def per_completion(self) -> dict[str, Any]:
         """Returns the tensors and lists that have an entry for each completion, by name."""
         return {
-            name: value
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor | list) and value is not NOT_SET
+            name: value for name, value in vars(self).items() if isinstance(value, Tensor | list)
         }
 
     def select(self, index: Tensor) -> Batch:
@@ -366,7 +361,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
         logp, hidden = policy(micro, needs_logp=credit == "divergence")
         with run.model.disable_adapter():
             base_logp, base_hidden = policy(micro)
-    if micro.reference_logp is NOT_SET:
+    if micro.reference_logp is None:
         micro.reference_logp = base_logp
     if credit == "divergence":
         return (logp - base_logp).abs()
@@ -630,7 +625,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
         is_last = micro is micros[-1]
         with contextlib.nullcontext() if is_last else accelerator.no_sync(run.policy):
             logp = training_forward(run, micro)
-            old_logp = logp.detach() if micro.old_logp is NOT_SET else micro.old_logp
+            old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
             loss, clipped = policy_loss(run, micro, logp, old_logp)
             (loss * accelerator.num_processes).backward()  # DDP averages, we sum
         total_loss += loss.detach()
@@ -757,11 +752,11 @@ class LogProbs(nn.Module):
         self.model = model
         self.temperature = temperature
 
-    def forward(self, micro: Batch, needs_logp: bool = True) -> tuple[Tensor, Tensor]:
+    def forward(self, micro: Batch, needs_logp: bool = True) -> tuple[Any, Tensor]:
         """Returns log-probs [B, T] at the sampling temperature, and hidden states [B, T, H].
 
         Log-probs are 0 on padding. The hidden states are after the final norm, at the positions
-        that predict the tokens. Where log-probs are not needed, they are NOT_SET: the head is a
+        that predict the tokens. Where log-probs are not needed, they are None: the head is a
         large part of a small model.
         """
         causal_lm = self.model.get_base_model()  # with the adapter in its layers
@@ -776,7 +771,7 @@ class LogProbs(nn.Module):
         hidden = hidden_states(causal_lm, micro.ids[:, start:-1], attention[:, :-1], cache)
         hidden = hidden[:, -targets.shape[1] :]  # [B, T, H]
         if not needs_logp:
-            return NOT_SET, hidden
+            return None, hidden
 
         # Compute logits in chunks, and recompute them in the backward pass instead of keeping them.
         size = max(1, LOGITS_PER_CHUNK // len(causal_lm.get_output_embeddings().weight))

@@ -35,7 +35,7 @@ def credit_averages(micro: Any) -> Averages:
     averages = {}
     for name, values in weight_stats(micro.weights, micro.mask).items():
         averages[f"weight_{name}"] = (values.nan_to_num(0.0), values.isfinite() & has_gradient)
-    if len(micro.reference_logp) > 0:
+    if micro.reference_logp is not None:
         log_ratio = torch.where(micro.loss_mask, micro.reference_logp - micro.sampled_logp, 0.0)
         averages["kl"] = (log_ratio.exp() - log_ratio - 1, micro.loss_mask)
     return averages

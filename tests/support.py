@@ -138,10 +138,10 @@ def random_batch(module=grpo_arca, rows=8, prompt=6, length=12, seed=0, vocabula
     )
 
 
-def unscored(batch, module=grpo_arca):
+def unscored(batch):
     """Returns the batch as it is before `score`."""
     names = ("old_logp", "reference_logp", "scores", "credit", "weights")
-    return replace(batch, **dict.fromkeys(names, module.NOT_SET))
+    return replace(batch, **dict.fromkeys(names))
 
 
 def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=None):

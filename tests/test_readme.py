@@ -126,8 +126,8 @@ def test_a_method_may_read_what_contributing_says(make_run, monkeypatch):
     assert absent == {"scores", "old_logp", "reference_logp"} < names
     (_, given, (micro, *_), _) = seen[0]
     for name in names:
-        assert getattr(micro, name) is not grpo_arca.NOT_SET, name
-        assert (getattr(given, name) is grpo_arca.NOT_SET) == (name in absent), name
+        assert getattr(micro, name) is not None, name
+        assert (getattr(given, name) is None) == (name in absent), name
 
 
 # ---- What pages name -----------------------------------------------------------------------------

@@ -123,7 +123,6 @@ def load_script(path: Path) -> Any:
     module.__file__ = str(ROOT / f"{path.stem}.py")
     sys.modules[module.__name__] = module  # where its data classes look for it
     exec(compile(source_of(path), path, "exec"), vars(module))
-    vars(module)["NOT_SET"] = trainer.NOT_SET  # because batches are the trainer's
     return module
 
 
@@ -173,7 +172,7 @@ def gradient(script: Any, run: trainer.Run, micros: list[trainer.Batch]) -> Tens
     total = torch.zeros(sum(parameter.numel() for parameter in trained))
     for micro in micros:
         logp = script.training_forward(run, micro)
-        old_logp = logp.detach() if micro.old_logp is trainer.NOT_SET else micro.old_logp
+        old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
         loss, _ = script.policy_loss(run, micro, logp, old_logp)
         parts = torch.autograd.grad(loss, trained)
         total += torch.cat([part.flatten() for part in parts]).float().cpu()

@@ -65,7 +65,7 @@ def make_batch(completions: list[list[int]], prompts: list[list[int]] | None = N
         attention[i, columns] = True
     batch = random_batch(grpo_oar, rows=count, prompt=width, length=length)
     batch = replace(batch, ids=ids, attention=attention, loss_mask=attention[:, width:])
-    return unscored(batch, grpo_oar)
+    return unscored(batch)
 
 
 def score(run, *micros) -> dict[str, float]:

@@ -35,7 +35,7 @@ def ragged(seed: int = 0, **size) -> grpo_strace.Batch:
 
 def parts(batch: grpo_strace.Batch, size: int) -> list[grpo_strace.Batch]:
     """Returns micro-batches of so many rows, each without padding of others, with scores."""
-    micros = [unscored(batch, grpo_strace).select(index) for index in torch.arange(6).split(size)]
+    micros = [unscored(batch).select(index) for index in torch.arange(6).split(size)]
     for micro in micros:
         micro.scores = micro.entropy * micro.mask
     return micros

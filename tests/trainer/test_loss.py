@@ -195,7 +195,7 @@ def test_uniform_credit_is_plain_grpo_to_the_bit(make_run, script):
     """Its terms are the log-ratio itself, and the same advantage for each token."""
     module = {"grpo_arca": grpo_arca, "grpo_oar": grpo_oar, "grpo_strace": grpo_strace}[script]
     run = make_run(module, credit="uniform")
-    batch = unscored(random_batch(module), module)
+    batch = unscored(random_batch(module))
     module.score(run, batch, [batch], {})
     assert torch.equal(batch.weights, batch.mask.float())
     weight, advantages = module.surrogate_terms(run.args, batch, batch.entropy)
@@ -307,7 +307,7 @@ def test_an_update_without_a_gradient_moves_weights_by_momentum_alone(make_run, 
     weights = [torch.cat([p.detach().flatten() for p in trained(run)])]
     for advantage in (1.0, 0.0):
         batch = random_batch()
-        batch.old_logp = grpo_arca.NOT_SET
+        batch.old_logp = None
         batch.advantages = torch.tensor([advantage, -advantage] * 4)
         row = grpo_arca.update(run, [batch])
         assert (row["grad_norm"] > 0) == (advantage > 0) and row["skipped_update"] == 0
@@ -413,7 +413,7 @@ def test_a_score_that_is_not_finite_skips_the_update(make_run, monkeypatch, modu
         return scores
 
     monkeypatch.setattr(module, "token_scores", token_scores)
-    batch = unscored(random_batch(module), module)
+    batch = unscored(random_batch(module))
     module.score(run, batch, [batch], {})
     before = state_of(run)
     assert module.update(run, [batch])["skipped_update"] == 1
