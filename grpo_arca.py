@@ -275,8 +275,8 @@ class Batch:
     update_tokens: float = 0.0  # their number on all processes, per update: the rollout's mean
     # tensors that `score` sets
     old_logp: Any = None  # [B, T] before a rollout's first update, if it has more than one
-    reference_logp: Any = None  # [B, T] if beta > 0, of the policy before training, for the
-    # loss; else of the base, for the metric `kl` alone, if the method computes them
+    reference_logp: Any = None  # [B, T] of the policy before training, if beta > 0
+    base_logp: Any = None  # [B, T] without the adapter, if the method needs them; for metrics
     scores: Any = None  # [B, T] the credit signal
     credit: Any = None  # [B, T] what the loss reads, in `surrogate_terms`; ARCA's weights
     weights: Any = None  # [B, T] what only reports show: mean 1 over a completion
@@ -335,8 +335,8 @@ from common.credit import control_weights
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     """Returns how much each token matters [B, T], without gradients (arXiv 2606.00257, Methods).
 
-    Where --beta is 0, the base's log-probs are also kept, for the metric `kl`. A method may add
-    figures of its own to `metrics`.
+    The base's log-probs are kept, too, for the metric `kl`. A method may add figures of its own to
+    `metrics`.
     """
     credit = run.args.credit
     # For entropy_reduction: how far the entropy falls to the next token; 0 for the last token.
@@ -360,11 +360,9 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     with in_fp32(run) as policy:
         logp, hidden = policy(micro, needs_logp=credit == "divergence")
         with run.model.disable_adapter():
-            base_logp, base_hidden = policy(micro)
-    if micro.reference_logp is None:
-        micro.reference_logp = base_logp
+            micro.base_logp, base_hidden = policy(micro)
     if credit == "divergence":
-        return (logp - base_logp).abs()
+        return (logp - micro.base_logp).abs()
     return torch.linalg.vector_norm(hidden - base_hidden, dim=-1)  # the controls start from it, too
 
 

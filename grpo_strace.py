@@ -295,8 +295,8 @@ class Batch:
     update_tokens: float = 0.0  # their number on all processes, per update: the rollout's mean
     # tensors that `score` sets
     old_logp: Any = None  # [B, T] before a rollout's first update, if it has more than one
-    reference_logp: Any = None  # [B, T] if beta > 0, of the policy before training, for the
-    # loss; else of the base, for the metric `kl` alone, if the method computes them
+    reference_logp: Any = None  # [B, T] of the policy before training, if beta > 0
+    base_logp: Any = None  # [B, T] without the adapter, if the method needs them; for metrics
     scores: Any = None  # [B, T] the credit signal
     credit: Any = None  # [B, T] what the loss reads, in `surrogate_terms`; ARCA's weights
     weights: Any = None  # [B, T] what only reports show: mean 1 over a completion

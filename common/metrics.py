@@ -28,15 +28,16 @@ Averages = dict[str, tuple[Tensor, Tensor]]  # values, and how much each counts,
 def credit_averages(micro: Any) -> Averages:
     """Returns how concentrated the weights are in a Batch's completions with an advantage.
 
-    Where the base's log-probs are known, the result also has the k3 estimate of how far the policy
-    that sampled diverges from the base (KL).
+    Where they are known, the result also has the k3 estimate of how far the policy that sampled
+    diverges from the policy before training or, without --beta, from the base (KL).
     """
     has_gradient = (micro.advantages != 0) & micro.loss_mask.any(1)
     averages = {}
     for name, values in weight_stats(micro.weights, micro.mask).items():
         averages[f"weight_{name}"] = (values.nan_to_num(0.0), values.isfinite() & has_gradient)
-    if micro.reference_logp is not None:
-        log_ratio = torch.where(micro.loss_mask, micro.reference_logp - micro.sampled_logp, 0.0)
+    reference_logp = micro.base_logp if micro.reference_logp is None else micro.reference_logp
+    if reference_logp is not None:
+        log_ratio = torch.where(micro.loss_mask, reference_logp - micro.sampled_logp, 0.0)
         averages["kl"] = (log_ratio.exp() - log_ratio - 1, micro.loss_mask)
     return averages
 

@@ -140,7 +140,7 @@ def random_batch(module=grpo_arca, rows=8, prompt=6, length=12, seed=0, vocabula
 
 def unscored(batch):
     """Returns the batch as it is before `score`."""
-    names = ("old_logp", "reference_logp", "scores", "credit", "weights")
+    names = ("old_logp", "reference_logp", "base_logp", "scores", "credit", "weights")
     return replace(batch, **dict.fromkeys(names))
 
 

@@ -91,7 +91,7 @@ def test_arca_computes_the_head_of_the_base_alone_and_changes_no_gradient(make_r
     batch = scored(run)
     assert sum(len(call.args[1]) for call in heads.call_args_list) == batch.mask.numel()
     with torch.no_grad(), run.model.disable_adapter():
-        assert torch.equal(batch.reference_logp, run.policy(batch)[0])
+        assert torch.equal(batch.base_logp, run.policy(batch)[0])
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
