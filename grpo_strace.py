@@ -468,26 +468,20 @@ def train(run: Run) -> None:
         all_micros = [micro for micros in updates for micro in micros]  # `score` fills these
         score(run, batch, all_micros, metrics)
 
-        # A reward function may have swallowed the KeyboardInterrupt that `run.interrupt` raised.
-        if run.is_interrupted:
-            raise KeyboardInterrupt
-        run.defers_signals = True  # until the last update: no checkpoint is saved between two
-        # Update the policy. The list is repeated, for one pass after another.
-        for micros in (updates * args.num_iterations)[: args.max_steps - run.step]:
-            with timed(metrics, "seconds_update"):
-                metrics |= update(run, micros)
-            run.step += 1
-            run.log.write({"step": run.step} | metrics)
-            # Each update's row has the rollout's metrics, but only the first has its seconds.
-            metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
-        # credit.html shows the first rollout after each evaluation, and the last one of the run.
-        if was_evaluated or run.step >= args.max_steps:
-            run.page_examples += credit_example(
-                run.tokenizer, all_micros, args.num_generations, former_step, args.system_prompt
-            )
-        run.defers_signals = False
-        if run.is_interrupted:
-            raise KeyboardInterrupt
+        with run.deferred_signals():  # no checkpoint is saved between two updates on a rollout
+            # Update the policy. The list is repeated, for one pass after another.
+            for micros in (updates * args.num_iterations)[: args.max_steps - run.step]:
+                with timed(metrics, "seconds_update"):
+                    metrics |= update(run, micros)
+                run.step += 1
+                run.log.write({"step": run.step} | metrics)
+                # Each update's row has the rollout's metrics, but only the first has its seconds.
+                metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
+            # credit.html shows the first rollout after each evaluation, and the run's last one.
+            if was_evaluated or run.step >= args.max_steps:
+                run.page_examples += credit_example(
+                    run.tokenizer, all_micros, args.num_generations, former_step, args.system_prompt
+                )
         if run.log.has_diverged():
             fail(
                 "loss or gradient not finite in ten updates in a row: delete checkpoints from step "
@@ -1286,9 +1280,23 @@ class Run:
         )
 
     def interrupt(self, number: int, frame: object) -> None:
-        """Ends the run, at once or after the updates of this rollout if they have begun."""
+        """Ends the run because of a signal, at once or after the block that defers it."""
         self.is_interrupted = True
         if not self.defers_signals:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def deferred_signals(self) -> Iterator[None]:
+        """Lets a `with` block come to its end before a signal ends the run.
+
+        An error ends the block at once, and signals stay deferred while the run is saved.
+        """
+        if self.is_interrupted:  # a reward function has swallowed the KeyboardInterrupt
+            raise KeyboardInterrupt
+        self.defers_signals = True
+        yield
+        self.defers_signals = False
+        if self.is_interrupted:
             raise KeyboardInterrupt
 
 
