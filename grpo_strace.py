@@ -457,9 +457,10 @@ def kernel_matrix(args: Args, length: int, device: torch.device) -> Tensor:
 def train(run: Run) -> None:
     """Runs GRPO: collects a rollout, scores its tokens, updates the policy on it, and repeats."""
     args = run.args
-    evaluate(run)
-    was_evaluated = True  # so credit.html shows the next rollout
+    evaluates = True  # before this rollout; after an evaluation, credit.html shows the rollout
     while run.step < args.max_steps:
+        if evaluates:
+            evaluate(run)
         former_step = run.step
         metrics: dict[str, float] = {}  # each step adds its own
         batch = collect(run, metrics)
@@ -469,16 +470,15 @@ def train(run: Run) -> None:
         score(run, batch, all_micros, metrics)
 
         with run.deferred_signals():  # no checkpoint is saved between two updates on a rollout
-            # Update the policy. The list is repeated, for one pass after another.
-            for micros in (updates * args.num_iterations)[: args.max_steps - run.step]:
-                with timed(metrics, "seconds_update"):
-                    metrics |= update(run, micros)
-                run.step += 1
-                run.log.write({"step": run.step} | metrics)
-                # Each update's row has the rollout's metrics, but only the first has its seconds.
-                metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
-            # credit.html shows the first rollout after each evaluation, and the run's last one.
-            if was_evaluated or run.step >= args.max_steps:
+            for _ in range(args.num_iterations):
+                for micros in updates[: args.max_steps - run.step]:
+                    with timed(metrics, "seconds_update"):
+                        metrics |= update(run, micros)
+                    run.step += 1
+                    run.log.write({"step": run.step} | metrics)
+                    # Each row has the rollout's metrics, but only the first one has its seconds.
+                    metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
+            if evaluates or run.step >= args.max_steps:
                 run.page_examples += credit_example(
                     run.tokenizer, all_micros, args.num_generations, former_step, args.system_prompt
                 )
@@ -491,9 +491,8 @@ def train(run: Run) -> None:
 
         if run.has_reached(args.save_steps, former_step):
             save_checkpoint(run)
-        was_evaluated = run.has_reached(args.eval_steps or args.max_steps, former_step)
-        if was_evaluated:
-            evaluate(run)
+        evaluates = run.has_reached(args.eval_steps, former_step)
+    evaluate(run)
 
 
 def collect(run: Run, metrics: dict) -> Batch:
