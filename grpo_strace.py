@@ -577,26 +577,6 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     )
 
 
-def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
-    """Returns each update's micro-batches of the completions that have a gradient.
-
-    They are sorted by length, so that they need little padding. Without a KL term, a completion
-    whose advantage is 0 has no gradient, so its loss mask is cleared first.
-    """
-    if run.args.beta == 0:
-        batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
-    has_gradient = batch.loss_mask.any(1)  # [B]
-    lengths = batch.attention.sum(1)  # [B]
-    updates = []
-    for places in torch.arange(len(lengths), device=lengths.device).chunk(run.updates_per_pass):
-        # DDP needs a backward pass on every process: if no completion has a gradient, keep one.
-        kept = places[has_gradient[places]] if has_gradient[places].any() else places[:1]
-        by_length = kept[lengths[kept].argsort(stable=True)]
-        parts = by_length.split(run.args.per_device_train_batch_size)
-        updates.append([batch.select(part).trimmed() for part in parts])
-    return updates
-
-
 def aggregated_advantages(args: Args, rewards: Tensor, reward_weights: Tensor) -> Tensor:
     """Returns advantages [prompts, G] from the rewards of F functions, [prompts, G, F]."""
     if args.multi_objective_aggregation == "sum_then_normalize":
@@ -631,6 +611,26 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     }
     # The deviation of a batch with a single known reward is NaN.
     return (centered / divisors[scale_rewards]).nan_to_num(nan=0.0)
+
+
+def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
+    """Returns each update's micro-batches of the completions that have a gradient.
+
+    They are sorted by length, so that they need little padding. Without a KL term, a completion
+    whose advantage is 0 has no gradient, so its loss mask is cleared first.
+    """
+    if run.args.beta == 0:
+        batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
+    has_gradient = batch.loss_mask.any(1)  # [B]
+    lengths = batch.attention.sum(1)  # [B]
+    updates = []
+    for places in torch.arange(len(lengths), device=lengths.device).chunk(run.updates_per_pass):
+        # DDP needs a backward pass on every process: if no completion has a gradient, keep one.
+        kept = places[has_gradient[places]] if has_gradient[places].any() else places[:1]
+        by_length = kept[lengths[kept].argsort(stable=True)]
+        parts = by_length.split(run.args.per_device_train_batch_size)
+        updates.append([batch.select(part).trimmed() for part in parts])
+    return updates
 
 
 @torch.no_grad()
