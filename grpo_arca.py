@@ -700,12 +700,10 @@ def evaluate(run: Run) -> None:
 
     All evaluations use the same random numbers.
     """
-    user_funcs = {name: function for name, function in run.reward_funcs.items() if function}
-    # The grader judges in any case. It is None, as in run.reward_funcs; no function is named "".
-    grader: dict[str, Any] = {"": None}
-    kinds = {"greedy": (1, grader), "sampled": (run.args.num_generations_eval, grader | user_funcs)}
+    grader: dict[str, Any] = {"the grader": None}  # None, as in run.reward_funcs: it always judges
+    judges = grader | {name: function for name, function in run.reward_funcs.items() if function}
     verdicts: list[Any] = []  # of each answer: kind, index of the problem, truncated, and rewards
-    for kind, (samples, functions) in kinds.items():
+    for kind, samples in {"greedy": 1, "sampled": run.args.num_generations_eval}.items():
         all_rows = torch.arange(len(run.held_out) * samples).view(-1, samples)
         rows = all_rows[run.accelerator.process_index :: run.accelerator.num_processes].flatten()
         if len(rows) == 0:  # there are more processes than problems
@@ -717,7 +715,7 @@ def evaluate(run: Run) -> None:
             [run.held_out[n] for n in numbers],
             row_draws(run.args.seed, "eval", 0, rows, run.args.max_completion_length, samples),
             batch_size=run.args.per_device_eval_batch_size,
-            reward_funcs=functions,
+            reward_funcs=grader if kind == "greedy" else judges,
             logged={},
             is_greedy=kind == "greedy",
         )
@@ -729,9 +727,7 @@ def evaluate(run: Run) -> None:
             batch.function_rewards.tolist(),
             strict=True,
         )
-    run.log.write(
-        {"step": run.step, "eval": eval_metrics(["", *user_funcs], gather_object(verdicts))}
-    )
+    run.log.write({"step": run.step, "eval": eval_metrics(list(judges), gather_object(verdicts))})
 
 
 # ---- Log-probabilities without ever building [B, T, V] -------------------------------------------
