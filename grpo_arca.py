@@ -44,6 +44,7 @@ on the right; V words in the vocabulary; H hidden units; G completions of one pr
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import fcntl
 import functools
@@ -295,14 +296,10 @@ class Batch:
 
     def select(self, index: Tensor) -> Batch:
         """Returns a batch of the completions `index`."""
-        part = replace(self)
-        vars(part).update(  # `replace` takes fields alone, and a method may have added tensors
-            (
-                name,
-                value[index] if isinstance(value, Tensor) else [value[i] for i in index.tolist()],
-            )
-            for name, value in self.per_completion().items()
-        )
+        part = copy.copy(self)
+        for name, value in self.per_completion().items():
+            is_list = isinstance(value, list)
+            setattr(part, name, [value[i] for i in index.tolist()] if is_list else value[index])
         return part
 
     def put(self, index: Tensor, part: Batch) -> None:
@@ -313,18 +310,16 @@ class Batch:
 
     def trimmed(self) -> Batch:
         """Returns the batch without columns that are only padding; for use before `score`."""
-        used_columns = self.attention.any(0).nonzero()
-        start = int(used_columns[0])
-        end = int(used_columns[-1]) + 1
-        length = end - self.prompt_width
+        is_used = self.attention.any(0)  # [P + T]
+        is_token = is_used[self.prompt_width :]  # [T]
         return replace(
             self,
-            prompt_width=self.prompt_width - start,
-            ids=self.ids[:, start:end],
-            attention=self.attention[:, start:end],
-            sampled_logp=self.sampled_logp[:, :length],
-            entropy=self.entropy[:, :length],
-            loss_mask=self.loss_mask[:, :length],
+            prompt_width=int(is_used[: self.prompt_width].sum()),
+            ids=self.ids[:, is_used],
+            attention=self.attention[:, is_used],
+            sampled_logp=self.sampled_logp[:, is_token],
+            entropy=self.entropy[:, is_token],
+            loss_mask=self.loss_mask[:, is_token],
         )
 
 
