@@ -1172,49 +1172,48 @@ def sample_tokens(
 def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tuple:
     """Samples until every completion has a stop token or T tokens, from prompts [B, P].
 
-    Returns ids [B, P + T], where -1 is no token, and log-probs and entropies [B, T]. This is our
-    own loop because `generate` does not compile NF4 layers and returns no entropies.
+    Returns the tokens of completions, where -1 is none, their log-probs and entropies, all [B, T].
+    This is our own loop because `generate` does not compile NF4 layers and returns no entropies.
     """
     causal_lm = run.model.get_base_model()
-    length = draws.shape[1]  # T
-    prompt_width = prompt_ids.shape[1]  # P
-    first_column = int((prompt_ids >= 0).any(0).nonzero()[0])  # with a token; the cache begins here
-    ids = F.pad(prompt_ids, (0, length), value=-1)  # [B, P + T]
-    logp = torch.zeros(ids.shape, device=ids.device)  # as wide as ids, to share its indices
-    entropy = torch.zeros_like(logp)
+    prompt_ids = prompt_ids[:, (prompt_ids >= 0).any(0)]  # without columns that are only padding
+    width = prompt_ids.shape[1]  # P
+    # All of these have the same columns, [B, P + T]: those of the prompts, and then T more.
+    ids = F.pad(prompt_ids, (0, draws.shape[1]), value=-1)
+    draws = F.pad(draws, (width, 0))
+    logp = torch.zeros_like(draws)
+    entropy = torch.zeros_like(draws)
+    column = torch.tensor([width], device=ids.device)  # [1] of the next token
     places = torch.arange(len(ids), device=ids.device)  # [n] of completions that have not ended
-    column = torch.tensor([prompt_width], device=ids.device)  # [1] of the next token
-    cache = transformers.StaticCache(
-        config=causal_lm.config, max_cache_len=prompt_width - first_column
-    )
+    cache = transformers.StaticCache(config=causal_lm.config, max_cache_len=width)
     # A sliding-window layer counts its position on the host, where a CUDA graph cannot update it.
     cache.layers = [
-        StaticLayer(prompt_width - first_column) if is_sliding else layer
+        StaticLayer(width) if is_sliding else layer
         for layer, is_sliding in zip(cache.layers, cache.is_sliding, strict=True)
     ]
 
     def step(places: Tensor, hidden: Tensor, end: int) -> None:
         """Samples the next tokens from `hidden` [n, H], and overwrites it with their hidden states.
 
-        All tensors, even `column`, change in place, so that a recorded step can be replayed.
+        The cache has room for columns up to `end`. All tensors, even `column`, change in place, so
+        that a recorded step can be replayed.
         """
         at = (places, column)
         ids[at], logp[at], entropy[at] = sample_tokens(
             head_logits(causal_lm, hidden),
-            draws[places, column - prompt_width],
+            draws[at],
             0.0 if is_greedy else run.args.temperature,
             run.args.top_p,
         )
-        # [n, tokens that the cache has room for]
-        attention = (ids[places, first_column:end] >= 0).long()
+        attention = (ids[places, :end] >= 0).long()
         hidden.copy_(hidden_states(causal_lm, ids[places, column, None], attention, cache)[:, -1])
         column.add_(1)
 
     def have_ended() -> Tensor:  # [n] bool
-        return torch.isin(ids[places, prompt_width:], run.eos_ids).any(1)
+        return torch.isin(ids[places, width:], run.eos_ids).any(1)
 
-    hidden = read_prompts(causal_lm, prompt_ids[:, first_column:], cache)[:, -1]  # [n, H]
-    for sampled in range(0, length, SEGMENT):  # tokens of each completion so far
+    hidden = read_prompts(causal_lm, prompt_ids, cache)[:, -1]  # [n, H]
+    for start in range(width, ids.shape[1], SEGMENT):
         # Drop the completions that have ended, and make room for a segment of the others.
         has_ended = have_ended()
         if has_ended.all():
@@ -1222,17 +1221,17 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
         places = places[~has_ended]
         hidden = hidden[~has_ended]
         cache.reorder_cache((~has_ended).nonzero().squeeze(1))
-        room = min(SEGMENT, length - sampled)
+        end = min(start + SEGMENT, ids.shape[1])
         for layer in cache.layers:
             if isinstance(layer, StaticLayer):  # linear attention has a state of fixed size
-                layer.keys = F.pad(layer.keys, (0, 0, 0, room))
-                layer.values = F.pad(layer.values, (0, 0, 0, room))
-                layer.max_cache_len += room
+                layer.keys = F.pad(layer.keys, (0, 0, 0, end - start))
+                layer.values = F.pad(layer.values, (0, 0, 0, end - start))
+                layer.max_cache_len = end
 
         # All steps of a segment use the same tensors, and the host reads none of them. So on a GPU
         # the first step warms up, and the others replay a recording that is made before the second.
-        advance: Callable = functools.partial(step, places, hidden, prompt_width + sampled + room)
-        for i in range(room):
+        advance: Callable = functools.partial(step, places, hidden, end)
+        for i in range(end - start):
             if i == 1 and CUDA and run.args.cuda_graphs:
                 graph = torch.cuda.CUDAGraph()
                 # Recording computes nothing, only the replay does. thread_local, because NCCL's own
@@ -1243,7 +1242,7 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
             advance()
             if i % CHECK == CHECK - 1 and have_ended().all():
                 break
-    return ids, logp[:, prompt_width:], entropy[:, prompt_width:]
+    return ids[:, width:], logp[:, width:], entropy[:, width:]
 
 
 @torch.no_grad()
@@ -1277,29 +1276,26 @@ def sample(
     in_dense = dense(run.model) if run.args.rollout_weights == "dense" else contextlib.nullcontext()
     with in_dense, run.accelerator.autocast():
         decoded = [decode(run, *part, is_greedy) for part in parts]
-    ids, logp, entropy = (torch.cat(tensors) for tensors in zip(*decoded, strict=True))
+    tokens, logp, entropy = (torch.cat(tensors) for tensors in zip(*decoded, strict=True))
 
     # A completion ends with its first stop token. Everything after that is padding.
-    is_stop = torch.isin(ids[:, width:], run.eos_ids).int()  # [B, T]
-    is_completion = is_stop.cumsum(1) - is_stop == 0  # no stop token before this one
-    attention = torch.cat((prompts >= 0, is_completion), 1)  # [B, P + T]
-    ids = torch.where(attention, ids, run.tokenizer.pad_token_id)
-    completion_ids = [
-        tokens[is_token].tolist()
-        for tokens, is_token in zip(ids[:, width:], is_completion, strict=True)
-    ]
+    is_stop = torch.isin(tokens, run.eos_ids).int()  # [B, T]
+    mask = is_stop.cumsum(1) - is_stop == 0  # no stop token before this one
+    attention = torch.cat((prompts >= 0, mask), 1)  # [B, P + T]
+    ids = torch.cat((prompts, tokens), 1)
+    completion_ids = [row[is_token].tolist() for row, is_token in zip(tokens, mask, strict=True)]
     texts = [
-        reply_text(run.tokenizer, problem, tokens, run.eos_ids.tolist())
-        for problem, tokens in zip(problems, completion_ids, strict=True)
+        reply_text(run.tokenizer, problem, own_ids, run.eos_ids.tolist())
+        for problem, own_ids in zip(problems, completion_ids, strict=True)
     ]
     return Batch(
         rows=rows.to(device),
         prompt_width=width,
-        ids=ids,
+        ids=torch.where(attention, ids, run.tokenizer.pad_token_id),
         attention=attention,
         truncated=~is_stop.any(1),
-        sampled_logp=torch.where(is_completion, logp, 0.0),
-        entropy=torch.where(is_completion, entropy, 0.0),
+        sampled_logp=torch.where(mask, logp, 0.0),
+        entropy=torch.where(mask, entropy, 0.0),
         problems=problems,
         texts=texts,
         completion_ids=completion_ids,
