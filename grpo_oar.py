@@ -1307,33 +1307,33 @@ def sample(
 
 @contextlib.contextmanager
 def dense(model: PeftModel) -> Iterator[None]:
-    """Makes every NF4 layer use a dense copy of its weight within the `with` block.
+    """Makes NF4 layers, with their adapters, use dense weights within the `with` block.
 
     The adapter is not merged: in bf16 weights, the small changes of a new adapter would be lost.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "compute_dtype")]  # NF4
-    adapted = [layer for layer in model.modules() if getattr(layer, "base_layer", None) in layers]
+    adapted = {  # PEFT's layers by those that they wrap
+        layer.base_layer: layer
+        for layer in model.modules()
+        if getattr(layer, "base_layer", None) in layers
+    }
     try:
         for layer in layers:
             weight = dequantize_bnb_weight(layer.weight).to(layer.compute_dtype)
-            layer.forward = functools.partial(F.linear, weight=weight, bias=layer.bias)
-        for layer in adapted:
-            dense_base = layer.base_layer.forward.keywords
-            lora_A = layer.lora_A["default"].weight.to(layer.base_layer.compute_dtype)
-            scaled_B = layer.lora_B["default"].weight * layer.scaling["default"]
-            stacked = torch.cat((dense_base["weight"], lora_A))  # [outputs + r, inputs]
-            dense_base["weight"] = stacked[
-                : -len(lora_A)
-            ]  # a view, so that no weight is held twice
-            bias = (
-                dense_base["bias"]
-                if dense_base["bias"] is None
-                else F.pad(dense_base["bias"], (0, len(lora_A)))
-            )
-            layer.forward = functools.partial(adapted_forward, stacked, bias, scaled_B.T.to(lora_A))
+            wrapper = adapted.get(layer)
+            if wrapper is None:
+                layer.forward = functools.partial(F.linear, weight=weight, bias=layer.bias)
+            else:
+                lora_A = wrapper.lora_A["default"].weight.to(weight)
+                scaled_B = wrapper.lora_B["default"].weight * wrapper.scaling["default"]
+                stacked = torch.cat((weight, lora_A))  # [outputs + r, inputs]
+                bias = None if layer.bias is None else F.pad(layer.bias, (0, len(lora_A)))
+                wrapper.forward = functools.partial(
+                    adapted_forward, stacked, bias, scaled_B.T.to(lora_A)
+                )
         yield
     finally:
-        for layer in layers + adapted:
+        for layer in [*layers, *adapted.values()]:
             vars(layer).pop("forward", None)
 
 
