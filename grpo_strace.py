@@ -64,7 +64,6 @@ import os
 import shutil
 import signal
 import sys
-import uuid
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -1191,13 +1190,20 @@ class Run:
             fail(f"launch it on one device or with DDP, not {self.accelerator.distributed_type}")
         self.updates_per_pass = args.steps_per_generation // args.gradient_accumulation_steps
         self.updates_per_rollout = args.num_iterations * self.updates_per_pass
-        # In completions:
-        own_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        self.update_size = own_size * self.accelerator.num_processes
+        # In completions, over all processes:
+        self.update_size = (
+            args.per_device_train_batch_size
+            * args.gradient_accumulation_steps
+            * self.accelerator.num_processes
+        )
         self.rollout_size = self.update_size * self.updates_per_pass
         # No group is split between processes. Several of them each need whole groups in every
         # update. A single one needs them in the rollout, so two updates may share a group.
-        grouped_size = self.rollout_size if self.accelerator.num_processes == 1 else own_size
+        grouped_size = (
+            self.rollout_size
+            if self.accelerator.num_processes == 1
+            else self.update_size // self.accelerator.num_processes
+        )
         if (
             args.steps_per_generation % args.gradient_accumulation_steps > 0
             or grouped_size % args.num_generations > 0
@@ -1226,12 +1232,11 @@ class Run:
             lr=args.learning_rate,
             weight_decay=0.0,
         )
-        # By the + 1, the share below is 0 one update after the last, and not in it.
-        scheduler = transformers.get_scheduler(
+        # From an update (1, 2, ...) to its share of the peak rate: a function, which is all of the
+        # scheduler that is kept. By the + 1, it is 0 one update after the last, and not in it.
+        (self.share_of_peak_rate,) = transformers.get_scheduler(
             args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
-        )
-        # We keep only its function, from an update (1, 2, ...) to its share of the peak rate.
-        (self.share_of_peak_rate,) = scheduler.lr_lambdas
+        ).lr_lambdas
         self.policy, self.optimizer = self.accelerator.prepare(  # in DDP, if there are several
             LogProbs(self.model, args.temperature), optimizer
         )
@@ -1244,7 +1249,7 @@ class Run:
 
         # What identifies the run, and its progress.
         self.config["adapter_size"] = describe_adapter(self.model)
-        self.run_id = uuid.uuid4().hex[:8]  # by which a tracker knows it again
+        self.run_id = os.urandom(4).hex()  # by which a tracker knows it again
         self.identity = identity_of(self)
         self.step = 0  # updates so far
         self.page_examples: list[dict] = []  # groups of completions that credit.html shows
@@ -1315,17 +1320,15 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
     )
     check_base(base, loading, args.dtype if args.load_in_4bit else None)
     for layer in base.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False  # it repacks weights, so gradients are wrong
         if type(layer).__name__.endswith("RMSNorm") and hasattr(layer, "variance_epsilon"):
             x = torch.randn(2, len(layer.weight), device=device, dtype=layer.weight.dtype)
             # Some families scale by 1 + weight.
             if torch.allclose(fused_norm(layer, x), layer(x), rtol=0.02, atol=1e-5):
                 type(layer).forward = fused_norm
-    for layer in base.modules():
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False  # it repacks weights, so gradients are wrong
 
     torch.manual_seed(args.seed)  # so that every process has the same adapter
-    names = args.lora_target_modules
     if args.start_adapter is None:
         adaptable = {*base.get_decoder().modules(), base.get_output_embeddings()}
         others = [  # a vision tower would get no gradient
@@ -1337,7 +1340,11 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
             base,
             LoraConfig(
                 task_type="CAUSAL_LM",
-                target_modules="all-linear" if names == ["all-linear"] else names,
+                target_modules=(  # PEFT knows "all-linear" only outside a list
+                    "all-linear"
+                    if args.lora_target_modules == ["all-linear"]
+                    else args.lora_target_modules
+                ),
                 r=args.lora_r,
                 lora_alpha=args.lora_alpha,
                 lora_dropout=args.lora_dropout,
@@ -1347,7 +1354,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         )
     else:
         model = PeftModel.from_pretrained(base, args.start_adapter, is_trainable=True)
-    check_adapter(model, names, args.start_adapter)
+    check_adapter(model, args.lora_target_modules, args.start_adapter)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
