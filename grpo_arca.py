@@ -1375,11 +1375,11 @@ def check_model(run: Run) -> None:
 
 
 # ---- Checkpoints: everything that training changes -----------------------------------------------
-def checkpoints(output_dir: str) -> list[Path]:
-    """Returns the folders of a run's checkpoints, the newest last."""
-    folders = Path(output_dir).glob("checkpoint-*")
-    by_step = {folder.name.removeprefix("checkpoint-"): folder for folder in folders}
-    return [by_step[step] for step in sorted(filter(str.isdigit, by_step), key=int)]
+def checkpoints(output_dir: str) -> list[int]:
+    """Returns the steps of a run's checkpoints, the newest last."""
+    names = [folder.name for folder in Path(output_dir).glob("checkpoint-*")]
+    steps = [name.removeprefix("checkpoint-") for name in names]
+    return sorted(int(step) for step in steps if step.isdecimal())
 
 
 def save_checkpoint(run: Run) -> None:
@@ -1412,39 +1412,33 @@ def save_checkpoint(run: Run) -> None:
     unfinished.rename(folder)
 
     if run.args.save_total_limit is not None:
-        best = folder.with_name(f"checkpoint-{run.log.best_step}")
-        others = [other for other in checkpoints(run.args.output_dir) if other != best]
-        for old in others[: -run.args.save_total_limit]:
+        others = [step for step in checkpoints(run.args.output_dir) if step != run.log.best_step]
+        for step in others[: -run.args.save_total_limit]:
+            old = folder.with_name(f"checkpoint-{step}")
             shutil.rmtree(old.rename(unfinished))  # half a folder must not look like a whole one
 
 
 def resume(run: Run) -> None:
     """Restores the newest checkpoint in --output_dir, if --resume_from_checkpoint is given."""
     args = run.args
-    existing = checkpoints(args.output_dir)
-    newest = int(existing[-1].name.removeprefix("checkpoint-")) if existing else -1
+    folder = Path(args.output_dir)
+    newest = max(checkpoints(args.output_dir), default=-1)
     # Two runs must not share a folder, and a finished run must not be trained again in part.
-    has_begun = (
-        existing != []
-        or Path(args.output_dir, "metrics.jsonl").exists()
-        or Path(args.output_dir, "adapter").exists()
-    )
-    summary = Path(args.output_dir, "summary.json")
-    # A full disk may have left an empty summary.
-    has_ended_later = (
-        summary.exists() and newest < json.loads(summary.read_text() or '{"steps": -1}')["steps"]
-    )
-    if has_ended_later or (has_begun and args.resume_from_checkpoint is None):
+    has_begun = newest >= 0 or (folder / "metrics.jsonl").exists() or (folder / "adapter").exists()
+    summary = folder / "summary.json"
+    text = summary.read_text() if summary.exists() else ""  # "", too, if a disk was full
+    last_step = json.loads(text)["steps"] if text else -1
+    if newest < last_step or (has_begun and args.resume_from_checkpoint is None):
         fail(
             f"{args.output_dir} holds a run: change --output_dir, or go on from its newest "
             "checkpoint, if there is one, with --resume_from_checkpoint latest"
         )
-    if not existing:
+    if newest < 0:
         return
-    file = existing[-1] / "state.pt"
+    file = folder / f"checkpoint-{newest}/state.pt"
     # torch.load would not see a flipped bit.
     if not zipfile.is_zipfile(file) or zipfile.ZipFile(file).testzip() is not None:
-        fail(f"{existing[-1]} is damaged: delete it")
+        fail(f"{file.parent} is damaged: delete it")
     state = torch.load(file, map_location="cpu", weights_only=True)
     if (
         state["identity"] != run.identity
@@ -1454,7 +1448,7 @@ def resume(run: Run) -> None:
         or (state["step"] % run.updates_per_rollout > 0 and state["step"] < args.max_steps)
     ):
         fail(
-            f"{existing[-1]} has another model, start adapter, --dtype, --load_in_4bit, scale or "
+            f"{file.parent} has another model, start adapter, --dtype, --load_in_4bit, scale or "
             "layers of the adapter, size of rollouts or groups, or problems, or is past "
             "--max_steps, or between two updates on a rollout: change --output_dir"
         )

@@ -42,7 +42,7 @@ def steps_left(tmp_path: Path) -> tuple[int, list[str]]:
     """Returns the last step in the log of a run, and the names of its checkpoints."""
     lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])["step"] if lines else -1
-    return last, [path.name for path in grpo_arca.checkpoints(str(tmp_path / "out"))]
+    return last, [f"checkpoint-{step}" for step in grpo_arca.checkpoints(str(tmp_path / "out"))]
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,6 @@ def test_the_latest_and_the_best_checkpoint_are_kept(first, tmp_path, monkeypatc
         grpo_arca.save_checkpoint(first)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"checkpoint-2-good", "checkpoint-8", "checkpoint-10", "checkpoint-11"}
-    assert [path.name for path in grpo_arca.checkpoints(str(tmp_path))][-1] == "checkpoint-11"
+    assert grpo_arca.checkpoints(str(tmp_path))[-1] == 11
     files = {path.name for path in (tmp_path / "checkpoint-11").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "state.pt"} <= files
