@@ -61,7 +61,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 # On import bitsandbytes warns about a kernel that is not used here.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -76,6 +76,7 @@ from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 
+from common import fail
 from common.data import (
     check_adapter,
     check_base,
@@ -1466,11 +1467,6 @@ def resume(run: Run) -> None:
 
 
 # ---- Command line --------------------------------------------------------------------------------
-def fail(message: str) -> NoReturn:
-    """Ends the run because of a user's mistake, with a sentence instead of a stack trace."""
-    sys.exit(f"{SCRIPT.name}: error: {message}")
-
-
 def parse_args(argv: list[str] | None = None) -> Args:
     """Parses the flags, and fills in those that depend on the model, the machine or others."""
     # Parse once to learn the model, and again with the defaults that suit it.

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from common import fail
 from common.answers import last_boxed
 from common.reward import is_right
 from common.task import Problem, chain_problems
@@ -66,7 +67,7 @@ def as_row(cells: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns a row from its cells, whose names must differ."""
     row = dict(cells)
     if len(row) < len(cells):
-        raise ValueError(f"two columns have one name: {[name for name, _ in cells]}")
+        fail(f"two columns have one name: {[name for name, _ in cells]}")
     return row
 
 
@@ -103,7 +104,7 @@ def parse_rows(
     Standard error says how many.
     """
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{name} has no rows, or is no list of rows with named columns")
+        fail(f"{name} has no rows, or is no list of rows with named columns")
     columns = dict.fromkeys(key for row in rows for key in row)
     prompt_key = pick(list(columns), prompt_column, PROMPT_COLUMNS)
     if needs_answers or answer_column or not columns.keys().isdisjoint(ANSWER_COLUMNS):
@@ -125,7 +126,7 @@ def parse_rows(
             or isinstance(cell, list | dict | bytes)
             or not has_steps
         ):
-            raise ValueError(
+            fail(
                 f"row {number} of {name}: {prompt_key} must be a text or chat messages that do not "
                 "end with the answer, the answer one value, and steps, if any, integers"
             )
@@ -134,7 +135,7 @@ def parse_rows(
 
     lacking = f"without a problem in {prompt_key} or a final answer in {answer_key}"
     if not problems:
-        raise ValueError(f"{name} has only rows {lacking}")
+        fail(f"{name} has only rows {lacking}")
     if len(problems) < len(rows):
         print(
             f"{name}: {len(rows) - len(problems)} of {len(rows)} rows are left out, {lacking}",
@@ -148,10 +149,11 @@ def pick(present: list[str], named: str | None, known: list[str]) -> str:
 
     A name with dots leads into nested columns: reward_model.ground_truth. Splits have no dots.
     """
-    for name in [named] if named else known:
-        if name in present or name.partition(".")[0] in present:
-            return name
-    raise ValueError(f"no {named or known} among the columns or splits {present}: see --help")
+    names = [named] if named else known
+    found = [name for name in names if name in present or name.partition(".")[0] in present]
+    if not found:
+        fail(f"no {named or known} among the columns or splits {present}: see --help")
+    return found[0]
 
 
 def cell_of(row: dict[str, Any], column: str) -> Any:
@@ -257,7 +259,7 @@ def load_problems(
     """
     if name == EMBEDDED:
         if config not in [None, *"2345678"]:
-            raise ValueError(f"--dataset_config of {EMBEDDED} is a number of operations, 2 to 8")
+            fail(f"--dataset_config of {EMBEDDED} is a number of operations, 2 to 8")
         splits = {}
         train = chain_problems(4096, held_out=False, seed=seed, length=int(config or 0))
     else:
@@ -265,7 +267,7 @@ def load_problems(
         if "" in splits and (
             config or train_split != "train" or (test_split != "test" and not eval_name)
         ):
-            raise ValueError(f"{name} is a file, without configs and splits: leave out their flags")
+            fail(f"{name} is a file, without configs and splits: leave out their flags")
         train = parse_rows(splits[pick(list(splits), None, ["", train_split])], name, *columns)
 
     if (eval_name or name) == EMBEDDED:
@@ -323,7 +325,7 @@ def load_tokenizer(
             None,
             tokenizer.chat_template,
         ):
-            raise ValueError(f"{adapter} has another chat template or end token than its base")
+            fail(f"{adapter} has another chat template or end token than its base")
     return tokenizer, context_length(config), config.get_text_config().vocab_size
 
 
@@ -447,13 +449,13 @@ def encode_problems(
             template_kwargs,
         )
         if any(f"~{i}~" not in text for i in range(len(messages))):  # as with Phi-3
-            raise ValueError(
+            fail(
                 f"row {problem.row}: the chat template drops the words of a message. Their roles "
                 f"are {[m['role'] for m in messages]}"
             )
         ids = tuple(encode_prompt(tokenizer, messages, None, template_kwargs))
         if len(ids) > room or max(ids) >= vocabulary:
-            raise ValueError(
+            fail(
                 f"row {problem.row}: the prompt has {len(ids)} tokens, up to number {max(ids)} "
                 f"({tokenizer.decode([max(ids)])}). The model has room for {room} beside "
                 f"--max_completion_length, and tokens up to number {vocabulary - 1}"
@@ -464,7 +466,7 @@ def encode_problems(
                 other.answer != problem.answer
                 and not is_right(f"\\boxed{{{other.answer}}}", problem.answer, problem.prompt)
             ):
-                raise ValueError(
+                fail(
                     f"rows {other.row} and {problem.row} are the same prompt to the model, but "
                     f"other problems, or with other answers: {text_of(problem)[:80]!r} with "
                     f"{other.answer!r} and {problem.answer!r}"
@@ -481,7 +483,7 @@ def encode_problems(
     seen = {text_of(problem) for problem in held_out}
     train = [problem for problem in encoded[: len(train)] if text_of(problem) not in seen]
     if not train:
-        raise ValueError("all training problems are held out: add rows")
+        fail("all training problems are held out: add rows")
     return train, held_out
 
 
@@ -521,7 +523,7 @@ def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | 
     """
     name = base.name_or_path
     if loading["missing_keys"]:  # the model class fills these with random numbers
-        raise ValueError(f"{name} lacks weights: {', '.join(sorted(loading['missing_keys'])[:5])}")
+        fail(f"{name} lacks weights: {', '.join(sorted(loading['missing_keys'])[:5])}")
     # A whole part that the class does not have, such as a vision tower, may be left out.
     names = [*dict(base.named_modules()), *dict(base.base_model.named_modules())]
     parents = tuple(f"{parent}." for parent in {*names} - {"", base.base_model_prefix})
@@ -532,18 +534,14 @@ def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | 
         if key.startswith(parents) and not key.endswith((".attn.bias", ".attn.masked_bias"))
     ]
     if left_out:
-        raise ValueError(
-            f"{name} has weights that {type(base).__name__} leaves out: {', '.join(left_out[:5])}"
-        )
+        fail(f"{name} has weights that {type(base).__name__} leaves out: {', '.join(left_out[:5])}")
     layers = [layer for layer in base.modules() if hasattr(layer, "compute_dtype")]
     kinds = {(layer.weight.quant_type, layer.compute_dtype) for layer in layers}
     wanted = {("nf4", getattr(torch, nf4_dtype))} if nf4_dtype else set()
     if kinds != wanted or getattr(base, "is_quantized", False) != bool(nf4_dtype):
-        raise ValueError(f"{name} is quantized already, and not as --load_in_4bit and --dtype say")
+        fail(f"{name} is quantized already, and not as --load_in_4bit and --dtype say")
     if nf4_dtype and any(p.dim() == 3 and min(p.shape) > 1 for p in base.parameters()):
-        raise ValueError(
-            f"{name} has weights (experts?) that 4 bits leave out: set --load_in_4bit False"
-        )
+        fail(f"{name} has weights (experts?) that 4 bits leave out: set --load_in_4bit False")
 
 
 def check_adapter(model: PeftModel, targets: list[str], folder: str | None) -> None:
@@ -555,12 +553,12 @@ def check_adapter(model: PeftModel, targets: list[str], folder: str | None) -> N
         # PEFT leaves out names that it does not find.
         layers = "".join(f".{layer} " for layer in model.base_model.targeted_module_names)
         if targets != ["all-linear"] and not all(f".{name} " in layers for name in targets):
-            raise ValueError(f"not all of --lora_target_modules {targets} are layers of the model")
+            fail(f"not all of --lora_target_modules {targets} are layers of the model")
     else:
         # PEFT loads what fits. Loading again returns the names of what does not.
         loaded = model.load_adapter(folder, "default", is_trainable=True)
         if loaded.missing_keys or loaded.unexpected_keys:
-            raise ValueError(f"{folder} has weights that the model lacks, or lacks some: {loaded}")
+            fail(f"{folder} has weights that the model lacks, or lacks some: {loaded}")
     config = model.peft_config["default"]
     is_variant = any(getattr(layer, "lora_variant", None) for layer in model.modules())
     if (
@@ -570,13 +568,13 @@ def check_adapter(model: PeftModel, targets: list[str], folder: str | None) -> N
         # PiSSA and others change the base: without the adapter, it is another model.
         or config.init_lora_weights not in (True, False, "gaussian", "eva", "orthogonal")
     ):
-        raise ValueError(f"{folder} trains biases, or is a variant of LoRA such as DoRA or PiSSA")
+        fail(f"{folder} trains biases, or is a variant of LoRA such as DoRA or PiSSA")
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.get_text_config().tie_word_embeddings and any(
         hasattr(layer, "base_layer") for layer in ends
     ):
-        raise ValueError("the model has one matrix for input and output: leave both out of the "
+        fail("the model has one matrix for input and output: leave both out of the "
                          "adapter's layers")  # fmt: skip
     if any(p.dtype != torch.float32 for p in model.parameters() if p.requires_grad):
-        raise ValueError("this adapter trains whole modules, which --dtype rounds: set --dtype "
+        fail("this adapter trains whole modules, which --dtype rounds: set --dtype "
                          "float32")  # fmt: skip

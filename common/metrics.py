@@ -18,6 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm import tqdm
 
+from common import fail
 from common.credit import weight_stats
 from common.reward import GRADER
 
@@ -112,7 +113,7 @@ def eval_metrics(
         if known:
             result[f"rewards/{name}"] = sum(known) / len(known)
     if not result:
-        raise ValueError("held-out problems have no answers, and no reward function judges them")
+        fail("held-out problems have no answers, and no reward function judges them")
     result["truncated_share"] = sum(truncated for _, _, truncated, _ in verdicts) / len(verdicts)
     return result
 
@@ -248,7 +249,7 @@ class RunLog:
             step: row[self.metric] for step, row in evaluations.items() if self.metric in row
         }
         if not figures:
-            raise ValueError(f"--metric_for_best_model {self.metric} is none of {list(names)}")
+            fail(f"--metric_for_best_model {self.metric} is none of {list(names)}")
         self.best_step = max(figures, key=figures.__getitem__)
 
 

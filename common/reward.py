@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
+from common import fail
 from common.answers import last_boxed, settle
 from common.task import Problem, has_right_steps
 
@@ -120,7 +121,7 @@ def load_reward_funcs(
             with contained(path):
                 functions[name] = getattr(importlib.import_module(module_name), name)
     if not len(functions) == len(paths) == len(weights) or not all(abs(w) < 1e18 for w in weights):
-        raise ValueError(f"--reward_funcs {paths} must have different names, and a weight each, "
+        fail(f"--reward_funcs {paths} must have different names, and a weight each, "
                          f"not {weights}")  # fmt: skip
     return functions, torch.tensor(weights, dtype=torch.float64)
 
@@ -246,6 +247,6 @@ def call_reward_func(
         numbers = [None if value is None else float(value) for value in values]
     are_right = all(number is None or abs(number) <= 1e18 for number in numbers)  # not NaN
     if len(numbers) != len(texts) or not are_right or isinstance(values, NO_LISTS):
-        raise ValueError(f"the reward function {name} must return a list of {len(texts)} numbers "
+        fail(f"the reward function {name} must return a list of {len(texts)} numbers "
                          f"up to 1e18, or None, and not {str(values)[:80]}")  # fmt: skip
     return [math.nan if number is None else number for number in numbers]

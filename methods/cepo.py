@@ -27,6 +27,7 @@ from grpo_arca import (
     Tensor,
     control_weights,
     credit_draws,
+    fail,
     flag,
     in_fp32,
     math,
@@ -51,7 +52,7 @@ from common.answers import last_boxed
 def told_logp(run: Run, micro: Batch, answers: list[str]) -> Tensor:
     """Returns the log-prob of each token [B, T] where an answer stands before each completion."""
     if "" in answers:
-        raise ValueError("a problem has no answer that the policy could be told")
+        fail("a problem has no answer that the policy could be told")
     prompts = [
         torch.tensor(
             [*problem.prompt_ids, *run.tokenizer.encode(f" {answer}", add_special_tokens=False)],

@@ -28,6 +28,7 @@ from grpo_arca import (
     Tensor,
     control_weights,
     credit_draws,
+    fail,
     flag,
     in_fp32,
     json,
@@ -57,7 +58,7 @@ def informed(run: Run, micro: Batch) -> Batch:
     for problem in micro.problems:
         answer = problem.answer
         if answer == "":
-            raise ValueError("a problem has no answer that the policy could be told")
+            fail("a problem has no answer that the policy could be told")
         if run.args.told == "wrong":  # that of another problem, the same one for a whole group
             others = [p.answer for p in run.train_set if p.answer not in ("", answer)]
             answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
@@ -88,7 +89,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Turns evidence into signed credit, the change of the belief."""
     if (batch.rewards < 0).any() or (batch.rewards > 1).any():
-        raise ValueError("a belief needs rewards from 0 to 1: change --reward_weights")
+        fail("a belief needs rewards from 0 to 1: change --reward_weights")
     size = run.args.num_generations
     means = batch.rewards.view(-1, size).nanmean(1).nan_to_num()  # of groups; 0 if not judged
     priors = torch.logit(means, eps=1e-3).float()

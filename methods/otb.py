@@ -28,6 +28,7 @@ from grpo_arca import (
     Tensor,
     control_weights,
     credit_draws,
+    fail,
     flag,
     functools,
     head_logits,
@@ -62,7 +63,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Subtracts from the advantages of a group their baseline at each position."""
     if run.args.negative_weight != 1:
-        raise ValueError("--negative_weight would move the baseline, too: leave it at 1")
+        fail("--negative_weight would move the baseline, too: leave it at 1")
     size = run.args.num_generations
     is_voter = (batch.advantages != 0) & batch.loss_mask.any(1)  # [B]
     votes = torch.zeros_like(batch.entropy)  # [B, T] W

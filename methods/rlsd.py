@@ -25,6 +25,7 @@ from grpo_arca import (
     Tensor,
     control_weights,
     credit_draws,
+    fail,
     flag,
     in_fp32,
     json,
@@ -56,7 +57,7 @@ def informed(run: Run, micro: Batch) -> Batch:
     for problem in micro.problems:
         answer = problem.answer
         if answer == "":
-            raise ValueError("a problem has no answer that the policy could be told")
+            fail("a problem has no answer that the policy could be told")
         if run.args.told == "wrong":  # that of another problem, the same one for a whole group
             others = [p.answer for p in run.train_set if p.answer not in ("", answer)]
             answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]

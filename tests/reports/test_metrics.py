@@ -51,7 +51,7 @@ def test_accuracies_and_pass_at_k_are_counted_over_every_subset_of_samples():
     unanswered = [(*verdict[:3], [math.nan, 1.0]) for verdict in verdicts]
     figures = eval_metrics(["accuracy_reward", "length"], unanswered)
     assert figures == {"rewards/length": 1.0, "truncated_share": 5 / 24}
-    with pytest.raises(ValueError, match="no answers, and no reward function judges them"):
+    with pytest.raises(SystemExit, match="no answers, and no reward function judges them"):
         eval_metrics(["accuracy_reward"], unanswered)
 
 
