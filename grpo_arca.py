@@ -115,7 +115,7 @@ LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
-Positive = Annotated[int, 1, 1e18]  # `parse_args` checks these bounds; without any, 0 is the least
+Positive = Annotated[int, 1, 1e18]  # bounds, which Args checks; by default they are 0 and 1e18
 
 
 def flag(default: Any, help: str) -> Any:
@@ -237,6 +237,13 @@ class Args:
     )
     resume_from_checkpoint: Literal["latest"] | None = flag(None, "go on from the newest, if any")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "tracker")
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            low, high = getattr(hint, "__metadata__", (0, 1e18))
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not low <= value <= high:
+                fail(f"--{name} {value} must be between {low} and {high}")
 
 
 EMBEDDED_DEFAULTS = {  # used instead for a policy whose config.json says "embedded_policy"
@@ -1479,11 +1486,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
     (args,) = parser.parse_args_into_dataclasses(argv)
     if not adapter_values.items() <= vars(args).items():
         fail(f"--start_adapter {args.start_adapter} has {adapter_values}: leave these flags out")
-    for name, hint in get_type_hints(Args, include_extras=True).items():
-        low, high = getattr(hint, "__metadata__", (0, 1e18))
-        value = getattr(args, name)
-        if isinstance(value, int | float) and not low <= value <= high:
-            fail(f"--{name} {value} must be between {low} and {high}")
     if args.report_to != "none":
         __import__(args.report_to)  # Accelerate would leave out what it cannot import
 
