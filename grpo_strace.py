@@ -505,9 +505,9 @@ def collect(run: Run, metrics: dict) -> Batch:
     args = run.args
     accelerator = run.accelerator
 
-    # Deal out the rows, [updates, processes, rows of a process in an update]. On any number of
-    # processes, an update has the same rows, and each process has whole groups. A process's rows
-    # stay in order of updates, by which `micro_batches` cuts them.
+    # Deal out the rows: the first index is the update, the second the process. So an update has the
+    # same rows on any number of processes, and each process has whole groups. This process's rows
+    # are those of its first update, then those of its second, and so on.
     all_rows = torch.arange(run.rollout_size).view(
         run.updates_per_pass, accelerator.num_processes, -1
     )
@@ -521,7 +521,7 @@ def collect(run: Run, metrics: dict) -> Batch:
             rewards = batch.function_rewards.unflatten(0, (-1, args.num_generations))
             places = places_without_signal(aggregated_advantages(args, rewards, run.reward_weights))
             if len(places) > 0:
-                batch.put(places, sample_attempt(run, rows[places.cpu()], attempt, logged))
+                batch.put(places, sample_attempt(run, batch.rows[places], attempt, logged))
 
     # `batch.rewards` is for logs and reports. Every process computes the advantages of all rows, in
     # their order, because a divisor may be the whole batch's. Then it keeps its own.
@@ -589,7 +589,8 @@ def aggregated_advantages(args: Args, rewards: Tensor, reward_weights: Tensor) -
         total = weighted_sum(normalized, reward_weights)
         # `view(1, -1)` makes one group of the whole batch.
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        advantages[total == 0] = 0.0  # the mean of totals that was subtracted is 0 but for rounding
+        # The mean of all totals is 0 but for rounding, so a total of 0 must stay 0.
+        advantages[total == 0] = 0.0
     return advantages.float()
 
 
@@ -601,7 +602,7 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     advantage is 0.
     """
     is_known = ~rewards.isnan()
-    # Subtract the best reward first: then equal rewards give exactly 0, without rounding.
+    # The mean of equal rewards may be rounded. That of their differences from the best one is 0.
     shortfalls = rewards - rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)
     centered = (shortfalls - shortfalls.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
     degrees_of_freedom = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)  # G - 1 if all are known
@@ -646,13 +647,14 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
             if run.updates_per_rollout > 1:  # with one update, old and new log-probs are equal
                 micro.old_logp = training_forward(run, micro)
             run.policy.eval()  # no dropout in the reference and in the credit signal
-            if run.args.beta > 0:  # the policy with the weights that it had before training
+            if run.args.beta > 0:  # run.policy(micro), with the weights from before training
                 micro.reference_logp, _ = torch.func.functional_call(
                     run.policy, run.start_weights, micro
                 )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
-        # With NaN here, `update` takes no step, even if a method clamps the score.
+        # A score that is not finite must not train, even if a method clamps it: with a NaN here,
+        # the loss is NaN, and `update` takes no step.
         micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
@@ -662,7 +664,7 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
 def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     """Takes one optimizer step on the micro-batches of an update, and returns its metrics."""
     accelerator = run.accelerator
-    # Accumulate gradients. DDP synchronizes them in the last backward pass alone.
+    # Accumulate gradients. Only in the last backward pass does DDP exchange them.
     total_loss = torch.zeros((), device=accelerator.device)
     averages = []
     for micro in micros:
@@ -671,7 +673,8 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
             logp = training_forward(run, micro)
             old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
             loss, clipped = policy_loss(run, micro, logp, old_logp)
-            (loss * accelerator.num_processes).backward()  # DDP averages, we sum
+            # `policy_loss` wants the sum over processes. DDP's gradient is their mean.
+            (loss * accelerator.num_processes).backward()
         total_loss += loss.detach()
         averages.append(  # name: (values, mask of those that count)
             {
@@ -684,7 +687,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     grad_norm = accelerator.clip_grad_norm_(
         run.policy.parameters(), run.args.max_grad_norm or math.inf
     ).item()
-    # `means` returns nothing where nothing counts, as when no token is trained on: 0 stands there.
+    # `means` leaves out what nothing counts for, as when no token is trained on. That is 0 here.
     figures = dict.fromkeys(averages[0], 0.0) | means(accelerator, averages)
 
     # Take the step, unless it would put NaN into the weights. Nothing that may fail comes after it,
@@ -803,8 +806,9 @@ class LogProbs(nn.Module):
         attention = micro.attention.long()
         targets = micro.ids[:, micro.prompt_width :]  # [B, T]
 
-        # The last prompt token predicts the first completion token. Those before it go into a
-        # cache, if the model can use one. The last token of all predicts nothing, and is not read.
+        # The last prompt token predicts the first completion token. The P - 1 before it predict
+        # none, and go into a cache, if the model can use one: there, equal prompts are read once.
+        # The last token of all predicts nothing, and is not read.
         cached = micro.prompt_width - 1
         cache = prompt_cache(self.model, micro.ids[:, :cached], attention[:, :cached])
         start = 0 if cache is None else cached
