@@ -110,7 +110,6 @@ from common.reward import (
     ACCURACY,
     code_digests,
     load_reward_funcs,
-    log_means,
     places_without_signal,
     reward_values,
     weighted_sum,
@@ -702,7 +701,7 @@ def collect(run: Run, metrics: dict) -> Batch:
     rows = all_rows[:, accelerator.process_index].flatten()
 
     # Sample and grade. A group with equal rewards teaches nothing, and may be replaced.
-    logged: dict[str, list[float]] = {}
+    logged: dict[str, list[float]] = {}  # what the reward functions give and log, by its name
     with timed(metrics, "seconds_rollout"):
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
@@ -727,8 +726,7 @@ def collect(run: Run, metrics: dict) -> Batch:
         accelerator.reduce(batch.loss_mask.sum(), "sum").item() / run.updates_per_pass
     )
 
-    metrics |= log_means(logged)
-    metrics |= rollout_metrics(accelerator, batch, advantages, metrics["seconds_rollout"])
+    metrics |= rollout_metrics(accelerator, batch, advantages, logged, metrics["seconds_rollout"])
     return batch
 
 
@@ -944,7 +942,8 @@ def evaluate(run: Run) -> None:
 
     All evaluations use the same random numbers.
     """
-    grader: dict[str, Any] = {"the grader": None}  # None, as in run.reward_funcs: it always judges
+    # The grader always judges. As in run.reward_funcs, it is None; no function's name has a space.
+    grader: dict[str, Any] = {"the grader": None}
     judges = grader | {name: function for name, function in run.reward_funcs.items() if function}
     verdicts: list[Any] = []  # of each answer: kind, index of the problem, truncated, and rewards
     for kind, samples in {"greedy": 1, "sampled": run.args.num_generations_eval}.items():
@@ -1293,7 +1292,6 @@ def sample(
     is_stop = torch.isin(tokens, run.eos_ids).int()  # [B, T]
     mask = is_stop.cumsum(1) - is_stop == 0  # no stop token before this one
     attention = torch.cat((prompts >= 0, mask), 1)  # [B, P + T]
-    ids = torch.cat((prompts, tokens), 1)
     completion_ids = [row[is_token].tolist() for row, is_token in zip(tokens, mask, strict=True)]
     texts = [
         reply_text(run.tokenizer, problem, own_ids, run.eos_ids.tolist())
@@ -1302,7 +1300,7 @@ def sample(
     return Batch(
         rows=rows.to(device),
         prompt_width=width,
-        ids=torch.where(attention, ids, run.tokenizer.pad_token_id),
+        ids=torch.where(attention, torch.cat((prompts, tokens), 1), run.tokenizer.pad_token_id),
         attention=attention,
         truncated=~is_stop.any(1),
         sampled_logp=torch.where(mask, logp, 0.0),

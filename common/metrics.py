@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from common import fail
 from common.credit import weight_stats
-from common.reward import GRADER
+from common.reward import GRADER, log_means
 
 # ---- What is logged ------------------------------------------------------------------------------
 Averages = dict[str, tuple[Tensor, Tensor]]  # values, and how much each counts, of the same shape
@@ -44,12 +44,17 @@ def credit_averages(micro: Any) -> Averages:
 
 
 def rollout_metrics(
-    accelerator: Any, batch: Any, advantages: Tensor, seconds: float
+    accelerator: Any,
+    batch: Any,
+    advantages: Tensor,
+    logged: dict[str, list[float]],
+    seconds: float,
 ) -> dict[str, float]:
     """Returns the metrics of a rollout, over all processes.
 
-    The Batch is this process's. The advantages [prompts, G] are those of all processes.
-    reward_timeouts counts since the processes were started.
+    The Batch is this process's, as is what its reward functions have `logged`. The advantages
+    [prompts, G] are those of all processes. reward_timeouts counts since the processes were
+    started.
     """
     every_row = torch.ones_like(batch.rewards)
     averages = {
@@ -58,7 +63,8 @@ def rollout_metrics(
         "truncated_share": (batch.truncated, every_row),
         "entropy": (batch.entropy, batch.mask),
     }
-    result = {"reward": math.nan} | means(accelerator, [averages])  # NaN if nothing is judged
+    result = log_means(logged)
+    result |= {"reward": math.nan} | means(accelerator, [averages])  # NaN if nothing is judged
     result["reward_timeouts"] = sum(gather_object([GRADER.timeouts]))
     result["zero_std_share"] = (advantages == 0).all(1).float().mean().item()
     result["rollout_tokens"] = round(result["completion_length"] * advantages.numel())

@@ -105,10 +105,13 @@ def test_figures_of_a_rollout_are_those_counted_by_hand():
         entropy=torch.where(mask, torch.tensor([[0.8], [0.0], [0.4], [0.2]]), 9.0),
     )
     advantages = torch.tensor([[0.7, -0.7], [0.0, 0.0]])
-    figures = rollout_metrics(Accelerator(cpu=True), batch, advantages, seconds=2.0)
+    logged = {"sampled_completions": [3, 1], "rewards/length/mean": [4.0, 2.0]}
+    figures = rollout_metrics(Accelerator(cpu=True), batch, advantages, logged, seconds=2.0)
     del figures["reward_timeouts"]  # it counts since the process began
     assert figures == pytest.approx(
         {
+            "sampled_completions": 4,
+            "rewards/length/mean": 3.0,
             "reward": 0.5,
             "completion_length": 2.0,
             "truncated_share": 0.25,
