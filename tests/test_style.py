@@ -12,10 +12,10 @@ import pytest
 from support import ROOT, SCRIPTS
 
 BUDGET = {  # pattern of files: statements they may have in all, docstrings not counted
-    "grpo_arca.py": 715,
-    "grpo_strace.py": 742,
+    "grpo_arca.py": 728,
+    "grpo_strace.py": 757,
     "grpo_oar.py": 890,
-    "common/**/*.py": 1005,
+    "common/**/*.py": 1016,
     "methods/**/*.py": 370,
     "tools/**/*.py": 960,
     "results/**/*.py": 1100,
