@@ -239,6 +239,7 @@ class Args:
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "tracker")
 
     def __post_init__(self) -> None:
+        """Ends the run if a number is out of its bounds."""
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             low, high = getattr(hint, "__metadata__", (0, 1e18))
             value = getattr(self, name)
