@@ -78,16 +78,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 
 from common import fail
-from common.data import (
-    check_adapter,
-    check_base,
-    closing_token,
-    load_data,
-    problem_at,
-    reply_text,
-)
+from common.data import closing_token, load_data, problem_at, reply_text
 from common.metrics import (
-    RunLog,
     credit_averages,
     eval_metrics,
     means,
@@ -95,7 +87,8 @@ from common.metrics import (
     rollout_metrics,
     timed,
 )
-from common.report import adapter_flags, credit_example, describe_adapter, report_run
+from common.policy import adapter_flags, check_adapter, check_base, describe_adapter
+from common.report import credit_example, report_run
 from common.reward import (
     ACCURACY,
     code_digests,
@@ -104,6 +97,7 @@ from common.reward import (
     reward_values,
     weighted_sum,
 )
+from common.run_log import RunLog
 from common.task import Problem
 
 SCRIPT = Path(__file__).resolve()

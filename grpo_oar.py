@@ -25,7 +25,7 @@ Low scores are damped and high ones raised. With n = minmax(log1p(I)), tau = qua
     A_t = A_i * w_t * L / sum_k w_k                   so the mean of A_t over the reasoning is A_i
 
 Tokens outside the reasoning have weight 1. So do all tokens of a completion that cannot be asked
-for its answer (no_answer_share in docs/METRICS.md) or has no advantage.
+for its answer (no_answer_share in docs/metrics.md) or has no advantage.
 
 Scores and weights are those of the authors' code (XINGYUN-AI-LAB/OAR) with its defaults, but for
 four differences: p is at the sampling temperature; each rollout is scored once; q is the same for
@@ -88,16 +88,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 
 from common import fail
-from common.data import (
-    check_adapter,
-    check_base,
-    closing_token,
-    load_data,
-    problem_at,
-    reply_text,
-)
+from common.data import closing_token, load_data, problem_at, reply_text
 from common.metrics import (
-    RunLog,
     credit_averages,
     eval_metrics,
     means,
@@ -105,7 +97,8 @@ from common.metrics import (
     rollout_metrics,
     timed,
 )
-from common.report import adapter_flags, credit_example, describe_adapter, report_run
+from common.policy import adapter_flags, check_adapter, check_base, describe_adapter
+from common.report import credit_example, report_run
 from common.reward import (
     ACCURACY,
     code_digests,
@@ -114,6 +107,7 @@ from common.reward import (
     reward_values,
     weighted_sum,
 )
+from common.run_log import RunLog
 from common.task import Problem
 
 SCRIPT = Path(__file__).resolve()

@@ -11,13 +11,10 @@ import pandas
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from matplotlib.figure import Figure  # not pyplot: no global figures, no backend switch
-from peft import PeftModel
-from torch import nn
 from transformers import PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from common.data import FIXED_DATE, whole_prompt
-from common.metrics import RunLog
+from common.run_log import RunLog
 from common.task import Problem, token_roles
 
 FOLDER = Path(__file__).parent  # of the templates
@@ -68,36 +65,6 @@ def report_run(run: Any) -> str:
     write_curves(folder / "curves.png", log.rows, folder.name)
     write_credit_page(folder / "credit.html", folder.name, run.page_examples)
     return f"\n{table}\n\nEverything is in {folder}."
-
-
-def describe_adapter(model: PeftModel) -> str:
-    """Returns how many of a model's layers and parameters an adapter trains."""
-    count = sum(
-        isinstance(module, nn.Linear | Conv1D) and "lora_" not in name
-        for name, module in model.named_modules()
-    )
-    trained, total = model.get_nb_trainable_parameters()
-    return (
-        f"{len(model.base_model.targeted_module_names)} of {count} linear layers, "
-        f"{trained:,} of {total:,} parameters"
-    )
-
-
-def adapter_flags(folder: str | None) -> dict[str, Any]:
-    """Returns the flags that the adapter in a folder decides; none where there is no folder."""
-    if folder is None:
-        return {}
-    config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
-    return {
-        "lora_r": config["r"],
-        "lora_alpha": config["lora_alpha"],
-        "lora_dropout": config["lora_dropout"],
-        "lora_target_modules": (  # names, or a pattern
-            sorted(config["target_modules"])
-            if isinstance(config["target_modules"], list)
-            else config["target_modules"]
-        ),
-    }
 
 
 def summary_table(summary: dict[str, Any], metric: str) -> str:

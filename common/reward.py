@@ -80,7 +80,7 @@ def start_worker() -> subprocess.Popen:
     """Returns a worker that is ready. It ends when this process closes its standard input."""
     worker = subprocess.Popen(
         # -P: no file of the user's hides a library
-        [sys.executable, "-P", str(Path(__file__).with_name("answers.py"))],
+        [sys.executable, "-P", str(Path(__file__).with_name("answer_worker.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -1,15 +1,18 @@
 """Makes the embedded policies: Qwen3-shaped models that can do chain arithmetic, badly.
 
-    python results/make_policies.py tiny           # common/tiny_policy; 25 minutes on two cores
-    python results/make_policies.py long           # from it, chains of 2 to 8 operations
-    python results/make_policies.py misconceived   # the same chains; and misconceived_2, _3
+    python results/make_policies.py tiny_policy           # 25 minutes on two cores
+    python results/make_policies.py nearly_right_policy   # from it, chains of 2 to 8 operations
+    python results/make_policies.py wrong_policy          # the same; and wrong_policy_2, _3
+
+The first is common/tiny_policy. Of the others, results/policies/ has the weights alone, because
+everything else is as in common/tiny_policy; studies.py makes whole folders of them.
 
 All are seeded. A policy is trained first on right demonstrations, and then on ones that drop a
 carry or a borrow more often than not. After that, sampling solves about three in ten held-out
-problems: the skill is there, and reinforcement has something to sharpen. The long policy has more
-steps and slips less in each: it solves three in ten chains of 8, and nine in ten greedily. The
-misconceived policies, those of the wrong-policy studies, forget most carries of certain operands,
-even when they decode greedily; the operands differ. No policy ever sees a held-out problem.
+problems: the skill is there, and reinforcement has something to sharpen. The nearly right policy
+has more steps and slips less in each: it solves three in ten chains of 8, and nine in ten greedily.
+The wrong policies forget most carries of certain operands, even when they decode greedily; the
+operands differ. No policy ever sees a held-out problem.
 """
 
 import argparse
@@ -25,6 +28,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import safetensors.torch
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -36,9 +40,8 @@ TINY_POLICY = ROOT / "common/tiny_policy"
 
 
 class Recipe(NamedTuple):
-    """How a policy is trained, and where it is put."""
+    """How a policy is trained."""
 
-    folder: Path
     steps: int
     clean_steps: int  # the first ones, on right demonstrations
     batch_size: int
@@ -50,25 +53,16 @@ class Recipe(NamedTuple):
     seed: int = 7  # of the demonstrations
 
 
-POLICIES = ROOT / "results/policies"
-TINY = Recipe(TINY_POLICY, 1400, 800, 128, 3e-3, 0.55, 0.06, is_long=False)
-LONG = Recipe(POLICIES / "long_policy", 600, 350, 64, 1.5e-3, 0.22, 0.02, is_long=True)
-FORGETFUL = LONG._replace(dropped_carry=0.7, other_slip=0.01)
-MISCONCEIVED = FORGETFUL._replace(
-    folder=POLICIES / "misconceived_policy", hard_operands=(3, 7, 8, 9, 17, 18, 19)
-)
-MISCONCEIVED_2 = FORGETFUL._replace(
-    folder=POLICIES / "misconceived_policy_2", hard_operands=(2, 5, 6, 9, 15, 16, 19), seed=8
-)
-MISCONCEIVED_3 = FORGETFUL._replace(
-    folder=POLICIES / "misconceived_policy_3", hard_operands=(2, 4, 6, 8, 12, 14, 16, 18), seed=9
+NEARLY_RIGHT = Recipe(600, 350, 64, 1.5e-3, 0.22, 0.02, is_long=True)
+WRONG = NEARLY_RIGHT._replace(
+    dropped_carry=0.7, other_slip=0.01, hard_operands=(3, 7, 8, 9, 17, 18, 19)
 )
 RECIPES = {
-    "tiny": TINY,
-    "long": LONG,
-    "misconceived": MISCONCEIVED,
-    "misconceived_2": MISCONCEIVED_2,
-    "misconceived_3": MISCONCEIVED_3,
+    "tiny_policy": Recipe(1400, 800, 128, 3e-3, 0.55, 0.06, is_long=False),
+    "nearly_right_policy": NEARLY_RIGHT,
+    "wrong_policy": WRONG,
+    "wrong_policy_2": WRONG._replace(hard_operands=(2, 5, 6, 9, 15, 16, 19), seed=8),
+    "wrong_policy_3": WRONG._replace(hard_operands=(2, 4, 6, 8, 12, 14, 16, 18), seed=9),
 }
 VOCABULARY = 448  # the tokenizer's tokens, rounded up to whole NF4 blocks of 64
 
@@ -200,7 +194,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     texts = ["user\n", "assistant\n", "system\n"] * 3000
     for _ in range(3000):
         chain = training_chain(rng, 0)
-        texts += [str(chain.prompt), demonstrate(rng, chain, TINY, slips=False)]
+        texts += [str(chain.prompt), demonstrate(rng, chain, RECIPES["tiny_policy"], slips=False)]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -298,7 +292,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("policy", choices=RECIPES)
-    recipe = RECIPES[parser.parse_args().policy]
+    name = parser.parse_args().policy
+    recipe = RECIPES[name]
     torch.manual_seed(0)
     if recipe.is_long:
         tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
@@ -310,8 +305,13 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{len(tokenizer)} tokens, {parameters:,} parameters")
     train(model, tokenizer, recipe)
-    model.to(torch.bfloat16).save_pretrained(recipe.folder)
-    tokenizer.save_pretrained(recipe.folder)
+    model.to(torch.bfloat16)
+    if recipe.is_long:
+        weights = safetensors.torch.save(dict(model.named_parameters()), {"format": "pt"})
+        (ROOT / f"results/policies/{name}.safetensors").write_bytes(weights)
+    else:
+        model.save_pretrained(TINY_POLICY)
+        tokenizer.save_pretrained(TINY_POLICY)
 
 
 if __name__ == "__main__":

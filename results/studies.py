@@ -2,7 +2,7 @@
 
     python results/studies.py                           # all that is missing; a killed run resumes
     python results/studies.py wrong_policy --methods ARCA "methods/oppo.py --credit shuffled"
-    python results/studies.py sharpening --methods ARCA --updates 1 4 --rate 0.002 --seeds 1 2 3
+    python results/studies.py nearly_right_policy --methods ARCA --updates 1 4 --rate 0.002
     python results/studies.py smollm2_float32 --list    # the runs, and which are done
     python results/studies.py --collect                 # finished runs -> results/data/studies/
 
@@ -13,7 +13,8 @@ by seed. Without --rate, every method has GRPO's learning rate. The studies are
     wrong_policy     chains of 8 operations, by a policy that is mostly wrong before training, even
                      when it decodes greedily: 50 rollouts of 16 completions. wrong_policy_2 and
                      wrong_policy_3 are the same with policies that get other things wrong
-    sharpening       chains of 8 operations, by a policy that is right greedily: 80 rollouts of 16
+    nearly_right_policy
+                     chains of 8 operations, by a policy that is right greedily: 80 rollouts of 16
     smollm2          SmolLM2-135M-Instruct in bfloat16 on the sums of tools/smollm2.py: 20 rollouts
                      of 32. A CPU without bfloat16 instructions takes smollm2_float32, whose
                      runs are evaluated at their two ends only, to save time
@@ -32,6 +33,7 @@ import csv
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -93,9 +95,20 @@ class Study(NamedTuple):
     micro_batches: int = 1  # of an update
 
 
+def policy_folder(name: str) -> Path:
+    """Returns a folder with a policy of results/policies/, in the files of the embedded one."""
+    folder = RUNS.parent / "policies" / name
+    if not folder.exists():
+        partial = folder.with_name(f"{name}-{os.getpid()}")  # another program may do the same
+        shutil.copytree(ROOT / "common/tiny_policy", partial)
+        shutil.copy(ROOT / f"results/policies/{name}.safetensors", partial / "model.safetensors")
+        partial.rename(folder)
+    return folder
+
+
 CHAINS = {"dataset_config": 8, "dtype": "float32"}
 WRONG_POLICY = Study({1: "0.002", 4: "0.001"}, 50, 10, 16, CHAINS | {
-    "model_name_or_path": ROOT / "results/policies/misconceived_policy",
+    "model_name_or_path": policy_folder("wrong_policy"),
     "max_completion_length": 170,
     "max_eval_samples": 60,
     "per_device_eval_batch_size": 240,
@@ -111,8 +124,8 @@ SMOLLM2 = Study({1: "4e-4"}, 20, 5, 32, {
 })  # fmt: skip
 STUDIES = {
     "wrong_policy": WRONG_POLICY,
-    "sharpening": Study({1: "0.002", 4: "0.001"}, 80, 20, 16, CHAINS | {
-        "model_name_or_path": ROOT / "results/policies/long_policy",
+    "nearly_right_policy": Study({1: "0.002", 4: "0.001"}, 80, 20, 16, CHAINS | {
+        "model_name_or_path": policy_folder("nearly_right_policy"),
         "max_completion_length": 160,
         "max_eval_samples": 100,
     }),
@@ -122,7 +135,7 @@ STUDIES = {
     "small_rollouts": Study({1: "0.002"}, 45, 25, 16, {"dtype": "float32"}),
 }  # fmt: skip
 for number in (2, 3):
-    policy = {"model_name_or_path": ROOT / f"results/policies/misconceived_policy_{number}"}
+    policy = {"model_name_or_path": policy_folder(f"wrong_policy_{number}")}
     STUDIES[f"wrong_policy_{number}"] = WRONG_POLICY._replace(flags=WRONG_POLICY.flags | policy)
 PLAN = [  # study, methods, updates, learning rate (None: GRPO's), seeds
     ("wrong_policy", [*MAIN, *ORACLES, "ARCA, p = 2", "S-trace, normalized"], 1, None, 8),
@@ -134,11 +147,11 @@ PLAN = [  # study, methods, updates, learning rate (None: GRPO's), seeds
     ("wrong_policy_2", MAIN, 1, None, 4),
     ("wrong_policy_2", MAIN, 1, "0.001", 4),
     ("wrong_policy_3", MAIN, 1, "0.001", 4),
-    ("sharpening", [GRPO, "right answers only", "OAR-G, right answers only"], 1, None, 16),
-    ("sharpening", ["GRPO, 8 completions"], 1, None, 8),
-    ("sharpening", [*MAIN, "ARCA's weights, shuffled", "S-trace, normalized"], 1, None, 8),
-    ("sharpening", [GRPO, "right answers only", "ARCA", "S-trace"], 4, None, 8),
-    ("sharpening", ["S-trace, normalized"], 4, None, 8),
+    ("nearly_right_policy", [GRPO, "right answers only", "OAR-G, right answers only"], 1, None, 16),
+    ("nearly_right_policy", ["GRPO, 8 completions"], 1, None, 8),
+    ("nearly_right_policy", [*MAIN, "ARCA's weights, shuffled", "S-trace, normalized"], 1, None, 8),
+    ("nearly_right_policy", [GRPO, "right answers only", "ARCA", "S-trace"], 4, None, 8),
+    ("nearly_right_policy", ["S-trace, normalized"], 4, None, 8),
     ("smollm2", [*MAIN, "GRPO, groups drawn again"], 1, None, 12),
     ("smollm2", ["GRPO, 72 completions", *DRAWN_AGAIN], 1, None, 8),
     ("default_command", [*MAIN, "ARCA's weights, shuffled", "P-trace"], 1, None, 3),

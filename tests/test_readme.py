@@ -18,19 +18,6 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[rm]e*/README.
          ROOT / "tools/tour.ipynb"]  # fmt: skip
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 METHOD, REWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-# What README says of grpo_arca.py's lines, and how each of them begins.
-PLACES = {
-    "formulas (line {})": '"""GRPO',
-    "flags ({})": "# ---- Flags",
-    "what a step hands to the next ({})": "# ---- What a step",
-    "the method ({})": "# === CREDIT",
-    "the loop with its steps ({})": "# ---- The loop",
-    "sampling ({})": "# ---- Rollout",
-    "log-probabilities ({})": "# ---- Log-prob",
-    "set-up ({})": "# ---- Set-up",
-    "checkpoints ({})": "# ---- Checkpoints",
-    "the command line ({})": "# ---- Command line",
-}
 OTHER_FLAGS = {  # of accelerate, pip and ruff
     "cpu", "multi_gpu", "num_processes", "num_cpu_threads_per_process", "check", "help", "upgrade",
 }  # fmt: skip
@@ -131,13 +118,6 @@ def test_a_method_may_read_what_contributing_says(make_run, monkeypatch):
 
 
 # ---- What pages name -----------------------------------------------------------------------------
-@pytest.mark.parametrize("place", PLACES)
-def test_the_readmes_line_numbers_are_right(place):
-    lines = (ROOT / "grpo_arca.py").read_text().splitlines()
-    numbers = [i for i, line in enumerate(lines, 1) if line.startswith(PLACES[place])]
-    assert place.format(numbers[-1]) in " ".join(README.split())
-
-
 def test_the_readme_has_at_most_200_lines():
     assert README.count("\n") <= 200
 

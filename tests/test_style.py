@@ -12,12 +12,12 @@ import pytest
 from support import ROOT, SCRIPTS
 
 BUDGET = {  # pattern of files: statements they may have in all, docstrings not counted
-    "grpo_arca.py": 728,
-    "grpo_strace.py": 757,
-    "grpo_oar.py": 890,
-    "common/**/*.py": 1016,
-    "methods/**/*.py": 370,
-    "tools/**/*.py": 960,
+    "grpo_arca.py": 730,
+    "grpo_strace.py": 760,
+    "grpo_oar.py": 872,
+    "common/**/*.py": 1030,
+    "methods/**/*.py": 400,
+    "tools/**/*.py": 1080,
     "results/**/*.py": 1100,
     "tests/**/*.py": 5500,
 }

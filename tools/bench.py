@@ -47,7 +47,8 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the scripts
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, TrainerCallback
 
-from common.metrics import environment, peak_memory
+from common.metrics import peak_memory
+from common.run_log import environment
 
 METHODS = [
     "grpo_arca.py --credit uniform",

@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 import pandas
 
-from common.metrics import environment
+from common.run_log import environment
 
 GRPO = "grpo_arca.py --credit uniform"
 NO_GPU = "no GPU"

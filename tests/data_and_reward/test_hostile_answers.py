@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-from common import answers, reward
+from common import answer_worker, answers, reward
 from common.answers import last_boxed
 from common.reward import Grader
 from common.task import Problem
@@ -184,7 +184,7 @@ def test_forked_processes_have_workers_of_their_own():
 
 def test_memory_of_a_worker_is_limited(fresh):
     limits = resource.prlimit(fresh._worker.pid, resource.RLIMIT_AS)
-    assert limits[0] == answers.MEMORY_BYTES
+    assert limits[0] == answer_worker.MEMORY_BYTES
     worker = fresh._worker
     texts = [r"\operatorname{zeros}(30000,30000)", r"\frac{56}{\sqrt{448}}"]
     assert grade(fresh, texts, ROOT_OF_7) == [0.0, 1.0]

@@ -1,4 +1,4 @@
-"""How often does `accuracy_reward` err? Pairs that four authors wrote, and what docs/right.md says.
+"""How often does `accuracy_reward` err? Pairs of four authors, and what docs/grading.md says.
 
 The authors had not seen the rules. Each wrote right and wrong completions of problems with a gold
 answer. `known_error` marks the pairs of which `accuracy_reward` misses a right one or pays a wrong
@@ -51,8 +51,8 @@ def errors(pairs: list[dict], verdicts: list[bool]) -> Counter:
 
 
 def published(column: int) -> list[str]:
-    """Returns a column of the table in docs/right.md, from author 1 to 4."""
-    lines = (ROOT / "docs/right.md").read_text(encoding="utf-8").splitlines()
+    """Returns a column of the table in docs/grading.md, from author 1 to 4."""
+    lines = (ROOT / "docs/grading.md").read_text(encoding="utf-8").splitlines()
     rows = [line.split("|") for line in lines if line.startswith("| ") and line[2].isdigit()]
     return [row[column].strip() for row in rows]
 

@@ -10,6 +10,7 @@ import fork as fork_tool
 import numpy as np
 import pytest
 import torch
+from studies import policy_folder
 from support import (
     ROOT,
     TINY,
@@ -378,7 +379,7 @@ def test_smollm2_hears_what_it_is_told_better_than_the_embedded_policy(make_run,
             found.append(load("oppo").token_scores(run, batch, {})[batch.mask])
         return torch.stack(found).corrcoef()[0, 1].item()
 
-    wrong_policy = str(ROOT / "results/policies/misconceived_policy")
+    wrong_policy = str(policy_folder("wrong_policy"))
     chains = correlation(wrong_policy, dataset_config=8, max_completion_length=170)
     sums = correlation(smollm2, dataset_name=f"{smollm2}/sums.jsonl", max_completion_length=32)
     print(f"wrong policy {chains:.3f}, SmolLM2 {sums:.3f}")

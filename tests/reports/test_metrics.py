@@ -1,4 +1,4 @@
-"""The metrics of docs/METRICS.md, against values worked out by hand or by plain loops."""
+"""The metrics of docs/metrics.md, against values worked out by hand or by plain loops."""
 
 import importlib
 import itertools
@@ -17,15 +17,15 @@ from support import ROOT, SCRIPTS, fixed_draws, metrics_of, random_batch
 import grpo_arca
 from common.credit import weight_stats
 from common.metrics import (
-    RunLog,
     credit_averages,
     eval_metrics,
     means,
     rollout_metrics,
     timed,
 )
+from common.run_log import RunLog
 
-PAGE = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 
 
 # ---- Evaluations and credit ----------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_an_own_accuracy_reward_stands_beside_the_graders_verdict(make_run):
     }
 
 
-# ---- METRICS.md ----------------------------------------------------------------------------------
+# ---- metrics.md ----------------------------------------------------------------------------------
 def documented_keys(script: str) -> set[str]:
     """Returns the keys in the page's tables, but for sections that are only another script's."""
     keys = set()

@@ -13,7 +13,7 @@ import grpo_arca
 from common import report
 from common.reward import GRADER
 
-METRICS = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
+METRICS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 WEIGHTS = {2: "out/adapter"}  # of the last step; no other step's are saved
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, get_scheduler
 
 import grpo_arca
-from common.metrics import environment
+from common.run_log import environment
 
 GO_ON = {"resume_from_checkpoint": "latest"}
 LAYERS = 28  # of the tiny policy's adapter

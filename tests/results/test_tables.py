@@ -1,14 +1,14 @@
-"""results/answer.py: statistics against hand values and naive loops, and pages that are current."""
+"""results/tables.py: statistics against hand values and naive loops, and pages that are current."""
 
 import csv
 import math
 from pathlib import Path
 
-import answer
 import numpy as np
 import pytest
+import tables
 import torch
-from answer import GRPO, GRPO_AGAIN, Group
+from tables import GRPO, GRPO_AGAIN, Group
 from transformers import get_scheduler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,17 +19,17 @@ T_2 = 4.302653  # 97.5th percentile of Student's t with two degrees of freedom, 
 
 # ---- Statistics ----------------------------------------------------------------------------------
 def test_the_area_is_that_of_trapezia():
-    assert answer.area(CURVES[0]) == pytest.approx((0.2 + 0.45 + 0.65) / 3)
+    assert tables.area(CURVES[0]) == pytest.approx((0.2 + 0.45 + 0.65) / 3)
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062), (2, T_2), (7, 2.36462)])
 def test_a_statistic_at_the_97_5th_percentile_has_a_p_of_5_percent(degrees, quantile):
-    assert answer.two_sided_p(quantile, degrees) == pytest.approx(0.05, abs=1e-5)
-    assert answer.two_sided_p(-quantile, degrees) == pytest.approx(0.05, abs=1e-5)
+    assert tables.two_sided_p(quantile, degrees) == pytest.approx(0.05, abs=1e-5)
+    assert tables.two_sided_p(-quantile, degrees) == pytest.approx(0.05, abs=1e-5)
 
 
 def test_the_interval_of_a_mean_by_hand():
-    mean, low, high = answer.mean_interval(np.array([1.0, 2.0, 6.0]))
+    mean, low, high = tables.mean_interval(np.array([1.0, 2.0, 6.0]))
     half = T_2 * math.sqrt(7 / 3)  # the variance is 7
     assert (mean, low, high) == pytest.approx((3, 3 - half, 3 + half), rel=1e-5)
 
@@ -40,7 +40,7 @@ def test_the_p_of_sign_flips_by_hand(first, p):
 
     Those of +-3, +-2 and +-4 are 9, 5, 3 and 1 away, each with both signs.
     """
-    assert answer.sign_flip_p(np.array([first, 2.0, 4.0])) == p
+    assert tables.sign_flip_p(np.array([first, 2.0, 4.0])) == p
 
 
 def test_the_share_of_the_way_is_where_the_lead_and_its_limits_are_first_0():
@@ -51,7 +51,7 @@ def test_the_share_of_the_way_is_where_the_lead_and_its_limits_are_first_0():
     """
     curves = np.array([[0.4, 1.4, 2.4, 3.4], [0.2, 1.2, 2.2, 3.2]])
     ends = np.full((2, 4), 0.5)
-    mean, low, high = answer.share_of_way(curves, ends, np.array([0, 0.2, 0.6, 1]))
+    mean, low, high = tables.share_of_way(curves, ends, np.array([0, 0.2, 0.6, 1]))
     assert mean == pytest.approx(0.2 * 0.2, abs=1e-4)
     assert (low, high) == pytest.approx((0, 0.2 + 0.4 * (0.2 + 12.7062 * 0.1 - 1)), abs=1e-4)
 
@@ -65,7 +65,7 @@ def test_summed_rates_are_those_of_the_trainers_schedule():
         schedule.step()
         summed.append(summed[-1] + schedule.get_last_lr()[0])
     expected = [summed[k] / summed[50] for k in (0, 10, 20, 30, 40, 50)]
-    assert answer.summed_rates(answer.STUDIES["wrong_policy"]) == pytest.approx(expected, abs=1e-6)
+    assert tables.summed_rates(tables.STUDIES["wrong_policy"]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_holms_correction_by_hand():
@@ -73,7 +73,7 @@ def test_holms_correction_by_hand():
 
     0.02 * 2 = 0.04 stays above 0.01 * 3 = 0.03, and 0.03 * 1 is raised to 0.04.
     """
-    assert answer.holm([0.02, 0.001, 0.03, 0.01]) == pytest.approx([0.04, 0.004, 0.04, 0.03])
+    assert tables.holm([0.02, 0.001, 0.03, 0.01]) == pytest.approx([0.04, 0.004, 0.04, 0.03])
 
 
 # ---- Comparisons ---------------------------------------------------------------------------------
@@ -81,13 +81,13 @@ def test_holms_correction_by_hand():
 def runs(monkeypatch):
     """Returns the runs of a page without any, to be filled: group -> seed -> lines."""
     found = {}
-    monkeypatch.setattr(answer, "whole_runs", lambda: found)
-    answer.differences.cache_clear()
+    monkeypatch.setattr(tables, "whole_runs", lambda: found)
+    tables.differences.cache_clear()
     yield found
-    answer.differences.cache_clear()
+    tables.differences.cache_clear()
 
 
-def put(runs, method, curves, rate="0.002", study="sharpening", first_seed=1):
+def put(runs, method, curves, rate="0.002", study="nearly_right_policy", first_seed=1):
     """Adds runs, and returns their group."""
     group = Group(study, 1, rate, method)
     runs[group] = {}
@@ -103,13 +103,13 @@ def test_a_method_is_tested_against_the_same_seeds_of_grpo_at_the_same_rate_alon
     put(runs, "methods/oppo.py", CURVES[1:] + 0.3, first_seed=2)
     put(runs, "ARCA", CURVES + 0.3, rate="0.001")
     put(runs, "S-trace", CURVES + 0.3)
-    assert [(row["method"], row["figure"], row["seeds"]) for row in answer.differences()] == [
+    assert [(row["method"], row["figure"], row["seeds"]) for row in tables.differences()] == [
         ("methods/oppo.py", "area", 2),
         ("methods/oppo.py", "end", 2),
         ("S-trace", "area", 3),
         ("S-trace", "end", 3),
     ]
-    _, oppo, _, end = answer.differences()
+    _, oppo, _, end = tables.differences()
     assert oppo["more"] == pytest.approx((0.4 + 0.3) / 2)
     assert oppo["p"] == ""  # two seeds are too few
     assert end["more"] == pytest.approx((0.2 + 0.4 + 0.3) / 3)
@@ -124,7 +124,7 @@ def test_runs_that_draw_groups_again_are_compared_with_grpo_that_does(runs):
     assert (again.end(), group.end()) == ("0.800", "too few seeds")
     assert group.control().method == "ARCA's weights, shuffled, groups drawn again"
     put(runs, "GRPO, 72 completions", CURVES + [[0.2]] * 3, study="smollm2")
-    end = answer.differences()[-1]
+    end = tables.differences()[-1]
     assert (end["method"], end["seeds"]) == ("GRPO, 72 completions", 3)
     assert end["more"] == pytest.approx((0.1 + 0.3 + 0.2) / 3)
     assert again.beside("ARCA") == group
@@ -140,7 +140,7 @@ def test_where_a_run_failed_there_is_no_interval_and_no_test(runs, study, fall, 
     group = put(runs, "ARCA", CURVES - [0, 0, 0, fall], study=study)
     assert group.failed_seeds() == failed
     assert (group.end() == "none: 2 of 3 failed") == bool(failed)
-    assert all((row["p"] == "") == bool(failed) for row in answer.differences())
+    assert all((row["p"] == "") == bool(failed) for row in tables.differences())
 
 
 def test_policies_are_the_sample_of_a_mean_over_policies(runs):
@@ -151,26 +151,26 @@ def test_policies_are_the_sample_of_a_mean_over_policies(runs):
         put(runs, GRPO, GRPOS, study=study)
         groups.append(put(runs, "ARCA", GRPOS + spread + [0, 0, 0, more], study=study))
     half = T_2 * math.sqrt(0.07 / 3)
-    assert answer.over_policies(groups, "end") == f"+0.300 ({0.3 - half:+.3f} to {0.3 + half:+.3f})"
+    assert tables.over_policies(groups, "end") == f"+0.300 ({0.3 - half:+.3f} to {0.3 + half:+.3f})"
 
 
 def test_cut_is_a_mean_over_first_runs_and_those_that_have_it_themselves(
     runs, tmp_path, monkeypatch
 ):
     """Two runs with three trained lines each: (3 * 0.5 + 0.1 + 0.2 + 0.3) / 6 = 0.35."""
-    monkeypatch.setattr(answer, "STUDY_DATA", tmp_path)
+    monkeypatch.setattr(tables, "STUDY_DATA", tmp_path)
     group = put(runs, GRPO, CURVES[:2])
     assert group.cut() == "?"
     for line, share in zip(runs[group][2][1:], ("0.1", "0.2", "0.3"), strict=True):
         line["clipped"] = share
     assert group.cut() == "0.200"
     header = "study,method,updates,rate,clipped\n"
-    (tmp_path / "costs.csv").write_text(header + "sharpening,GRPO,1,0.002,0.5\n")
+    (tmp_path / "costs.csv").write_text(header + "nearly_right_policy,GRPO,1,0.002,0.5\n")
     assert group.cut() == "0.350"
 
 
 def test_every_row_of_every_table_has_the_headers_cells_and_one_the_rate():
-    for name, function in answer.TABLES.items():
+    for name, function in tables.TABLES.items():
         table = function()
         assert {len(row) for row in table} == {len(table[0])}, name
         trains = name not in ("result", "worth", "rivals_worth", "tokens", "laws")
@@ -178,28 +178,28 @@ def test_every_row_of_every_table_has_the_headers_cells_and_one_the_rate():
 
 
 # ---- Pages ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("page", answer.PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.parent.name)
 def test_the_tables_of_the_page_are_current(page):
     text = page.read_text(encoding="utf-8")
-    assert answer.MARKED.search(text)
-    assert answer.rewritten(text) == text
+    assert tables.MARKED.search(text)
+    assert tables.rewritten(text) == text
 
 
 def test_the_page_of_results_is_short_and_the_origin_of_all_data_is_known():
     assert (ROOT / "results/README.md").read_text(encoding="utf-8").count("\n") <= 250
-    with open(answer.DATA / "provenance.csv", newline="") as file:
+    with open(tables.DATA / "provenance.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     known = tuple(row["data"].removeprefix("the other files of ") for row in rows)
-    for path in answer.DATA.glob("*/*"):
-        assert str(path.relative_to(answer.DATA)).startswith(known), path
+    for path in tables.DATA.glob("*/*"):
+        assert str(path.relative_to(tables.DATA)).startswith(known), path
 
 
 @pytest.mark.slow
 def test_answer_writes_pages_and_figures_from_the_data(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- table: tests -->\nold\n<!-- end -->\nAfter.\n")
-    monkeypatch.setattr(answer, "PAGES", [page])
-    monkeypatch.setattr(answer, "OUTPUT", tmp_path)
-    answer.main()
+    monkeypatch.setattr(tables, "PAGES", [page])
+    monkeypatch.setattr(tables, "OUTPUT", tmp_path)
+    tables.main()
     assert page.read_text().startswith("Before.\n<!-- table: tests -->\n| ")
     assert {path.name for path in tmp_path.glob("*.png")} == {"curves.png", "differences.png"}

@@ -1,9 +1,9 @@
 """Writes the tables of the pages in PAGES from results/data/, and draws figures.
 
-    python results/answer.py
+    python results/tables.py
 
 It trains nothing. A table stands between its marks, <!-- table: name --> and <!-- end -->, and the
-function of that name makes it. In results/data/answer/ the program leaves
+function of that name makes it. In results/data/tables/ the program leaves
 
     differences.csv  what each method has over GRPO, and over its own credits in random order, in
                      each study, with the p-values of a paired t-test and of sign flips, and with
@@ -36,13 +36,13 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "results/data"
-OUTPUT = DATA / "answer"
+OUTPUT = DATA / "tables"
 PAGES = [ROOT / "results/README.md", ROOT / "methods/README.md", ROOT / "README.md"]
 TITLES = {
     "wrong_policy": "wrong policy",
     "wrong_policy_2": "second wrong policy",
     "wrong_policy_3": "third wrong policy",
-    "sharpening": "nearly right policy",
+    "nearly_right_policy": "nearly right policy",
     "smollm2": "SmolLM2",
     "smollm2_float32": "SmolLM2 in float32",
     "default_command": "default command",
@@ -97,7 +97,7 @@ WORTH = [  # the rows of the table of worth
     "null: other problems",
 ]  # fmt: skip
 WORTH_POLICIES = {  # how the names of the data's files begin -> columns of that table
-    "sharpening": "nearly right policy",
+    "nearly_right_policy": "nearly right policy",
     "wrong_policy": "wrong policy",
     "smollm2_start": "SmolLM2",
 }
@@ -443,7 +443,7 @@ def result() -> Table:
     grpos = {
         "wrong policy": Group("wrong_policy", 1, "0.002", GRPO),
         "the same, four updates a rollout": Group("wrong_policy", 4, "0.001", GRPO),
-        "nearly right policy": Group("sharpening", 1, "0.002", GRPO),
+        "nearly right policy": Group("nearly_right_policy", 1, "0.002", GRPO),
         "SmolLM2, groups drawn again": SMOLLM2_AGAIN,
     }
     table = [["method", *grpos, "time of a step"]]
@@ -481,9 +481,9 @@ def wrong_policy() -> Table:
     })  # fmt: skip
 
 
-def sharpening() -> Table:
+def nearly_right_policy() -> Table:
     """All methods on the nearly right policy with GRPO's completions, at rates of GRPO there."""
-    return table_of([group for group in groups_of("sharpening") if group.method != HALF], {
+    return table_of([group for group in groups_of("nearly_right_policy") if group.method != HALF], {
         "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
         "failed seeds": "failed_seeds", "area": "area", "end": "end", "greedy": "greedy",
         "cut": "cut",
@@ -619,7 +619,7 @@ def predictions() -> list[tuple[str, Group, Group, list[float], list[float]]]:
     the completions.
     """
     found = []
-    for study in ("sharpening", "wrong_policy"):
+    for study in ("nearly_right_policy", "wrong_policy"):
         grpo = Group(study, 1, STUDIES[study].rates[1], GRPO)
         rows = worth_of(study)
         if len(grpo.of(HALF).lines()) >= FEWEST_SEEDS:
@@ -668,7 +668,7 @@ def tokens() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
-        result, tests, wrong_policy, sharpening,
+        result, tests, wrong_policy, nearly_right_policy,
         smollm2, controls, three_policies, worth, laws, rivals, smollm2_float32,
         rivals_worth, tokens,
     )
@@ -762,9 +762,9 @@ def main() -> None:
     write_csv(differences(), OUTPUT / "differences.csv")
     grpos = [
         Group("wrong_policy", 1, "0.002", GRPO),
-        Group("sharpening", 1, "0.002", GRPO),
+        Group("nearly_right_policy", 1, "0.002", GRPO),
         Group("wrong_policy", 4, "0.001", GRPO),
-        Group("sharpening", 4, "0.001", GRPO),
+        Group("nearly_right_policy", 4, "0.001", GRPO),
     ]
     draw_differences(OUTPUT / "differences.png", [*grpos, SMOLLM2_AGAIN])
     draw_curves(OUTPUT / "curves.png", [*grpos[:2], SMOLLM2_AGAIN])

@@ -1,7 +1,7 @@
-"""Compares the numbers of this checkout with those of 362cd04, bit by bit.
+"""Compares the numbers of this checkout with those of another one, bit by bit.
 
-    git worktree add ../before 362cd04
-    python tests/compare_checkouts.py ../before [case ...]
+    git worktree add ../before 2ca65c3
+    python tools/compare_checkouts.py ../before [case ...]
 
 Both run the same cases from the same seed. All metrics but times and memory must be equal, and so
 must the adapters. Exit code 1 if something differs. The results of the other checkout are kept in
@@ -67,8 +67,8 @@ def run(checkout: Path, name: str, script: str, flags: str) -> Path:
         launch = f"{sys.executable} -m accelerate.commands.launch --multi_gpu --num_processes 2"
         command[:1] = launch.split()
     if name == "start_adapter":
-        adapter = checkout / "runs/compare_checkouts/default_run/adapter"
-        command += ["--start_adapter", str(adapter)]
+        first = run(checkout, "right_only", *cases()["right_only"])
+        command += ["--start_adapter", str(first / "adapter")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
@@ -95,8 +95,8 @@ def main() -> None:
             for key, value in their_row.items():  # ours may have further ones
                 if our_row.get(key) != value:
                     differences.append(f"step {our_row['step']} {key} {our_row.get(key)} {value}")
-        adapters = [folder / "adapter/adapter_model.safetensors" for folder in (ours, theirs)]
-        if not filecmp.cmp(*adapters, shallow=False):
+        weights = "adapter/adapter_model.safetensors"
+        if not filecmp.cmp(ours / weights, theirs / weights, shallow=False):
             differences.append("adapter")
         print(f"{name}: {', '.join(differences[-5:]) or 'equal'}", flush=True)
         differing += [name] if differences else []
