@@ -19,23 +19,16 @@ shuffled gives the weights of each completion to its tokens in random order. Eac
 forward passes, as many as RLSD.
 """
 
+import math
+from dataclasses import replace
 from typing import Literal
 
-from grpo_arca import (
-    Batch,
-    Run,
-    Tensor,
-    control_weights,
-    credit_draws,
-    fail,
-    flag,
-    in_fp32,
-    math,
-    nn,
-    normalize,
-    replace,
-    torch,
-)
+import torch
+
+from common import fail
+from common.answers import last_boxed
+from common.credit import control_weights
+from grpo_arca import Batch, Run, credit_draws, flag, in_fp32, normalize
 
 
 class Flags:
@@ -46,10 +39,7 @@ class Flags:
 
 
 # === CREDIT ===
-from common.answers import last_boxed
-
-
-def told_logp(run: Run, micro: Batch, answers: list[str]) -> Tensor:
+def told_logp(run: Run, micro: Batch, answers: list[str]) -> torch.Tensor:
     """Returns the log-prob of each token [B, T] where an answer stands before each completion."""
     if "" in answers:
         fail("a problem has no answer that the policy could be told")
@@ -60,7 +50,7 @@ def told_logp(run: Run, micro: Batch, answers: list[str]) -> Tensor:
         )
         for problem, answer in zip(micro.problems, answers, strict=True)
     ]
-    told = nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
+    told = torch.nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
     informed = replace(
         micro,
         prompt_width=told.shape[1],
@@ -71,7 +61,7 @@ def told_logp(run: Run, micro: Batch, answers: list[str]) -> Tensor:
         return policy(informed)[0]
 
 
-def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns the log-prob of each token [B, T] where the policy is told the right answer."""
     return told_logp(run, micro, [problem.answer for problem in micro.problems])
 

@@ -21,16 +21,10 @@ counts at all.
 
 from typing import Annotated, Literal
 
-from grpo_arca import (
-    Args,
-    Batch,
-    Run,
-    Tensor,
-    control_weights,
-    credit_draws,
-    flag,
-    torch,
-)
+import torch
+
+from common.credit import control_weights
+from grpo_arca import Args, Batch, Run, credit_draws, flag
 
 
 class Flags:
@@ -46,7 +40,7 @@ class Flags:
 
 
 # === CREDIT ===
-def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns 1 for every token [B, T]: CTPO weighs no tokens, it changes their ratios."""
     return micro.mask.float()
 
@@ -61,7 +55,9 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         micro.weights = micro.scores
 
 
-def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+def surrogate_terms(
+    args: Args, micro: Batch, log_ratio: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-ratio of each token's prefix, and the advantage, both [B, T]."""
     own = log_ratio.detach().clamp(-20, 20)
     prefix = own.cumsum(1)
@@ -72,7 +68,7 @@ def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor
     log_weight = prefix + log_ratio - log_ratio.detach()
     advantages = micro.advantages[:, None].expand_as(log_ratio)
     # PPO bounds no ratio from above where A < 0. CTPO does: beyond `highest` there is none.
-    highest = torch.where(advantages < 0, micro.bounds[1].log(), 10.0)
+    highest = torch.where(advantages < 0, micro.bounds[1].log(), 10.0)  # type: ignore[index]
     return torch.minimum(log_weight, highest), advantages
 
 

@@ -19,16 +19,10 @@ order.
 
 from typing import Annotated, Literal
 
-from grpo_arca import (
-    Batch,
-    Run,
-    Tensor,
-    control_weights,
-    credit_draws,
-    flag,
-    normalize,
-    torch,
-)
+import torch
+
+from common.credit import control_weights
+from grpo_arca import Batch, Run, credit_draws, flag, normalize
 
 
 class Flags:
@@ -41,22 +35,21 @@ class Flags:
 
 
 # === CREDIT ===
-def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns the surprisal of each token [B, T]."""
     return -micro.sampled_logp
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Multiplies advantages by the gates, without normalizing them."""
-    args = run.args
     for micro in micros:
         delight = micro.advantages[:, None] * micro.scores
-        credit = torch.sigmoid(delight / args.delight_eta) * micro.mask
-        if args.credit == "shuffled":
-            draws = credit_draws(run, micro)
-            credit = control_weights("shuffled", credit, micro.mask, draws)
-        micro.credit = credit
-        micro.weights = normalize(credit, micro.mask, 1.0)
+        micro.credit = torch.sigmoid(delight / run.args.delight_eta) * micro.mask
+        if run.args.credit == "shuffled":
+            micro.credit = control_weights(
+                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
+            )
+        micro.weights = normalize(micro.credit, micro.mask, 1.0)
 
 
 # === END CREDIT ===

@@ -20,16 +20,10 @@ the weights of each completion to its tokens in random order.
 
 from typing import Literal
 
-from grpo_arca import (
-    Batch,
-    Run,
-    Tensor,
-    control_weights,
-    credit_draws,
-    flag,
-    normalize,
-    torch,
-)
+import torch
+
+from common.credit import control_weights
+from grpo_arca import Batch, Run, credit_draws, flag, normalize
 
 
 class Flags:
@@ -41,14 +35,14 @@ class Flags:
 
 
 # === CREDIT ===
-def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns 1 for every token [B, T], and puts g [B, T, H] into `micro.credit` for later."""
     logp, hidden = run.policy(micro)
     micro.credit = (1 - logp.exp())[..., None] * hidden.float()
     return micro.mask.float()
 
 
-def margins(g: Tensor, praise: Tensor, blame: Tensor) -> Tensor:
+def margins(g: torch.Tensor, praise: torch.Tensor, blame: torch.Tensor) -> torch.Tensor:
     """Returns |g - c-|^2 - |g - c+|^2 of tokens [N, H], c weighed by praise and blame [N]."""
     above = praise @ g / praise.sum().clamp(min=1e-8)
     below = blame @ g / blame.sum().clamp(min=1e-8)
@@ -84,8 +78,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         credit = torch.zeros_like(micro.entropy)
         credit[micro.mask] = part
         if args.credit == "shuffled":
-            draws = credit_draws(run, micro)
-            credit = control_weights("shuffled", credit, micro.mask, draws)
+            credit = control_weights("shuffled", credit, micro.mask, credit_draws(run, micro))
         micro.credit = credit
         micro.weights = normalize(credit, micro.mask, 1.0)
 

@@ -15,7 +15,10 @@ trains on as many tokens of each completion as the method, but on random ones.
 
 from typing import Annotated, Literal
 
-from grpo_arca import Batch, Run, Tensor, control_weights, credit_draws, flag
+from torch import Tensor
+
+from common.credit import control_weights
+from grpo_arca import Batch, Run, credit_draws, flag
 
 
 class Flags:
@@ -35,17 +38,16 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Gives a credit of 1 to the tokens that are trained on, and 0 to the others."""
-    args = run.args
     entropies = batch.entropy[batch.mask]
-    kept = max(1, round(args.kept_share * len(entropies)))
+    kept = max(1, round(run.args.kept_share * len(entropies)))
     lowest = entropies.topk(kept).values[-1]
     for micro in micros:
         draws = credit_draws(run, micro)
         is_kept = micro.scores >= lowest
-        if args.credit == "random":
-            is_kept = draws < args.kept_share
+        if run.args.credit == "random":
+            is_kept = draws < run.args.kept_share
         credit = (is_kept & micro.mask).float()
-        if args.credit == "shuffled":
+        if run.args.credit == "shuffled":
             credit = control_weights("shuffled", credit, micro.mask, draws)
         micro.credit = credit
         share = credit.sum(1, keepdim=True) / micro.mask.sum(1, keepdim=True)

@@ -17,16 +17,10 @@ shuffled gives the factors of each completion to its tokens in random order.
 
 from typing import Annotated, Literal
 
-from grpo_arca import (
-    Args,
-    Batch,
-    Run,
-    Tensor,
-    control_weights,
-    credit_draws,
-    flag,
-    torch,
-)
+import torch
+
+from common.credit import control_weights
+from grpo_arca import Args, Batch, Run, credit_draws, flag
 
 
 class Flags:
@@ -42,7 +36,7 @@ class Flags:
 
 
 # === CREDIT ===
-def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns 1 for every token [B, T]: the factors are known only when an update begins."""
     return micro.mask.float()
 
@@ -54,7 +48,9 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         micro.weights = micro.scores
 
 
-def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+def surrogate_terms(
+    args: Args, micro: Batch, log_ratio: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-ratio of each token, and its advantage times its factor, both [B, T]."""
     change = log_ratio.detach()
     position = torch.arange(change.shape[1], device=change.device)

@@ -19,7 +19,10 @@ weights of each completion to its tokens in random order.
 
 from typing import Literal
 
-from grpo_arca import Batch, Run, Tensor, control_weights, credit_draws, flag, normalize
+from torch import Tensor
+
+from common.credit import control_weights
+from grpo_arca import Batch, Run, credit_draws, flag, normalize
 
 
 class Flags:
@@ -37,16 +40,15 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Multiplies advantages by the weights, without normalizing them."""
-    args = run.args
     mean = batch.entropy[batch.mask].mean()
     for micro in micros:
         surplus = (micro.scores - mean) / mean.clamp(min=1e-7)  # 0 where no token is uncertain
-        credit = (1 + args.entropy_weight * surplus).clamp(min=0) * micro.mask
-        if args.credit == "shuffled":
-            draws = credit_draws(run, micro)
-            credit = control_weights("shuffled", credit, micro.mask, draws)
-        micro.credit = credit
-        micro.weights = normalize(credit, micro.mask, 1.0)
+        micro.credit = (1 + run.args.entropy_weight * surplus).clamp(min=0) * micro.mask
+        if run.args.credit == "shuffled":
+            micro.credit = control_weights(
+                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
+            )
+        micro.weights = normalize(micro.credit, micro.mask, 1.0)
 
 
 # === END CREDIT ===

@@ -18,26 +18,17 @@ order. --told wrong tells the policy the answer of another problem: if the credi
 was never about the answer.
 """
 
+import json
+from dataclasses import replace
 from typing import Literal
 
-from grpo_arca import (
-    Args,
-    Batch,
-    F,
-    Run,
-    Tensor,
-    control_weights,
-    credit_draws,
-    fail,
-    flag,
-    in_fp32,
-    json,
-    key_seed,
-    nn,
-    normalize,
-    replace,
-    torch,
-)
+import torch
+import torch.nn.functional as F
+
+from common import fail
+from common.credit import control_weights
+from common.data import encode_prompt, whole_prompt
+from grpo_arca import Args, Batch, Run, credit_draws, flag, in_fp32, key_seed, normalize
 
 
 class Flags:
@@ -49,9 +40,6 @@ class Flags:
 
 
 # === CREDIT ===
-from common.data import encode_prompt, whole_prompt
-
-
 def informed(run: Run, micro: Batch) -> Batch:
     """Returns the completions after prompts that end with the answer that --told asks for."""
     prompts = []
@@ -70,7 +58,7 @@ def informed(run: Run, micro: Batch) -> Batch:
             run.tokenizer, messages, None, json.loads(run.args.chat_template_kwargs)
         )
         prompts.append(torch.tensor(ids, device=micro.ids.device))
-    told = nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
+    told = torch.nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
     return replace(
         micro,
         prompt_width=told.shape[1],
@@ -79,7 +67,7 @@ def informed(run: Run, micro: Batch) -> Batch:
     )
 
 
-def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns the evidence of each token [B, T]."""
     with in_fp32(run) as policy:  # errors of many tokens would add up
         evidence = policy(informed(run, micro))[0] - policy(micro)[0]
@@ -99,15 +87,17 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         value = torch.sigmoid(priors[group, None] + F.pad(micro.scores.cumsum(1), (1, 0)))
         change = value.diff(dim=1)
         sign = micro.advantages.sign()[:, None]
-        credit = sign * (sign * change).clamp(min=0)
+        micro.credit = sign * (sign * change).clamp(min=0)
         if run.args.credit == "shuffled":
-            draws = credit_draws(run, micro)
-            credit = control_weights("shuffled", credit, micro.mask, draws)
-        micro.credit = credit
-        micro.weights = normalize(credit.abs(), micro.mask, 1.0) * (credit != 0)
+            micro.credit = control_weights(
+                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
+            )
+        micro.weights = normalize(micro.credit.abs(), micro.mask, 1.0) * (micro.credit != 0)
 
 
-def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+def surrogate_terms(
+    args: Args, micro: Batch, log_ratio: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-ratio of each token and its credit, both [B, T]."""
     return log_ratio, micro.credit
 

@@ -19,23 +19,14 @@ order. The probabilities of all words cost one forward pass per token, half of w
 takes them from a pass that it makes anyway.
 """
 
-from typing import Literal
+import functools
+from typing import Any, Literal
 
-from grpo_arca import (
-    Args,
-    Batch,
-    Run,
-    Tensor,
-    control_weights,
-    credit_draws,
-    fail,
-    flag,
-    functools,
-    head_logits,
-    in_fp32,
-    normalize,
-    torch,
-)
+import torch
+
+from common import fail
+from common.credit import control_weights
+from grpo_arca import Args, Batch, Run, credit_draws, flag, head_logits, in_fp32, normalize
 
 
 class Flags:
@@ -45,18 +36,18 @@ class Flags:
 
 
 # === CREDIT ===
-def minus_energy(policy: torch.nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+def minus_energy(policy: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Returns -|d log p / d logits|^2 [n] of tokens [n], from hidden states [n, H]."""
     error = (head_logits(policy.model.get_base_model(), hidden) / policy.temperature).softmax(-1)
     error[torch.arange(len(targets)), targets] -= 1
     return -error.square().sum(-1)
 
 
-def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns the squared length of the gradient of log p_t by the logits [B, T]."""
     with in_fp32(run) as policy:
         # The forward pass calls this on chunks in place of its own method, and negates the result.
-        policy.cross_entropy = functools.partial(minus_energy, policy)
+        policy.cross_entropy = functools.partial(minus_energy, policy)  # type: ignore[assignment]
         return policy(micro)[0]
 
 
@@ -84,7 +75,9 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         micro.weights = normalize(micro.credit.abs(), micro.mask, 1.0) * (micro.credit != 0)
 
 
-def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+def surrogate_terms(
+    args: Args, micro: Batch, log_ratio: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-ratio of each token and its credit, both [B, T]."""
     return log_ratio, micro.credit
 

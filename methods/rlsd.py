@@ -17,24 +17,16 @@ weights of each completion to its tokens in random order. --told wrong tells the
 of another problem: if the weights stay the same, they were never about the answer.
 """
 
+import json
+from dataclasses import replace
 from typing import Literal
 
-from grpo_arca import (
-    Batch,
-    Run,
-    Tensor,
-    control_weights,
-    credit_draws,
-    fail,
-    flag,
-    in_fp32,
-    json,
-    key_seed,
-    nn,
-    normalize,
-    replace,
-    torch,
-)
+import torch
+
+from common import fail
+from common.credit import control_weights
+from common.data import encode_prompt, whole_prompt
+from grpo_arca import Batch, Run, credit_draws, flag, in_fp32, key_seed, normalize
 
 
 class Flags:
@@ -48,9 +40,6 @@ class Flags:
 
 
 # === CREDIT ===
-from common.data import encode_prompt, whole_prompt
-
-
 def informed(run: Run, micro: Batch) -> Batch:
     """Returns the completions after prompts that end with the answer that --told asks for."""
     prompts = []
@@ -69,7 +58,7 @@ def informed(run: Run, micro: Batch) -> Batch:
             run.tokenizer, messages, None, json.loads(run.args.chat_template_kwargs)
         )
         prompts.append(torch.tensor(ids, device=micro.ids.device))
-    told = nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
+    told = torch.nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
     return replace(
         micro,
         prompt_width=told.shape[1],
@@ -78,7 +67,7 @@ def informed(run: Run, micro: Batch) -> Batch:
     )
 
 
-def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns d_t [B, T]: by how much the answer raises the log-prob of each token."""
     with in_fp32(run) as policy:  # the differences are small
         return policy(informed(run, micro))[0] - policy(micro)[0]
@@ -95,12 +84,12 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     clip = args.rlsd_reweight_clip_range
     for micro in micros:
         weights = (micro.advantages.sign()[:, None] * micro.scores).exp().clamp(1 - clip, 1 + clip)
-        credit = (1 - share + share * weights) * micro.mask
+        micro.credit = (1 - share + share * weights) * micro.mask
         if args.credit == "shuffled":
-            draws = credit_draws(run, micro)
-            credit = control_weights("shuffled", credit, micro.mask, draws)
-        micro.credit = credit
-        micro.weights = normalize(credit, micro.mask, 1.0)
+            micro.credit = control_weights(
+                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
+            )
+        micro.weights = normalize(micro.credit, micro.mask, 1.0)
 
 
 # === END CREDIT ===

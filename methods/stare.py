@@ -15,19 +15,13 @@ It is GRPO while the mean entropy of a rollout's tokens is at or above --target_
 W = M = 1. --credit shuffled gives the weights of each completion to its tokens in random order.
 """
 
+import math
 from typing import Annotated, Literal
 
-from grpo_arca import (
-    Batch,
-    Run,
-    Tensor,
-    control_weights,
-    credit_draws,
-    flag,
-    math,
-    normalize,
-    torch,
-)
+import torch
+
+from common.credit import control_weights
+from grpo_arca import Batch, Run, credit_draws, flag, normalize
 
 
 class Flags:
@@ -44,12 +38,12 @@ class Flags:
 
 
 # === CREDIT ===
-def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns the surprisal of each token [B, T]."""
     return -micro.sampled_logp
 
 
-def surprising(micros: list[Batch], sign: int, share: float) -> list[Tensor]:
+def surprising(micros: list[Batch], sign: int, share: float) -> list[torch.Tensor]:
     """Returns which tokens [B, T] of each micro-batch are in L+ (sign 1) or L- (sign -1)."""
     sides = [micro.loss_mask & (sign * micro.advantages > 0)[:, None] for micro in micros]
     scores = torch.cat([micro.scores[side] for micro, side in zip(micros, sides, strict=True)])
@@ -70,16 +64,16 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     praised = surprising(micros, 1, args.surprising_share)
     blamed = surprising(micros, -1, args.surprising_share)
     for micro, is_praised, is_blamed in zip(micros, praised, blamed, strict=True):
-        credit = micro.mask.float()
+        micro.credit = micro.mask.float()
         if is_low:
-            credit[is_praised] = args.amplification
+            micro.credit[is_praised] = args.amplification
         if is_low and args.stare_variant == "C2":
-            credit[is_blamed] = args.attenuation
+            micro.credit[is_blamed] = args.attenuation
         if args.credit == "shuffled":
-            draws = credit_draws(run, micro)
-            credit = control_weights("shuffled", credit, micro.mask, draws)
-        micro.credit = credit
-        micro.weights = normalize(credit, micro.mask, 1.0)
+            micro.credit = control_weights(
+                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
+            )
+        micro.weights = normalize(micro.credit, micro.mask, 1.0)
 
 
 # === END CREDIT ===

@@ -14,19 +14,13 @@ It is GRPO where no token is in the tail, and with --tail_suppression 0. --credi
 weights of each completion to its tokens in random order.
 """
 
+import math
 from typing import Annotated, Literal
 
-from grpo_arca import (
-    Batch,
-    Run,
-    Tensor,
-    control_weights,
-    credit_draws,
-    flag,
-    math,
-    normalize,
-    torch,
-)
+import torch
+
+from common.credit import control_weights
+from grpo_arca import Batch, Run, credit_draws, flag, normalize
 
 
 class Flags:
@@ -42,7 +36,7 @@ class Flags:
 
 
 # === CREDIT ===
-def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
+def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns the weight of each token [B, T], as TACO's equation gives it."""
     risk = -micro.sampled_logp - micro.entropy + math.log(run.args.tail_alpha)
     loss = run.args.tail_suppression * (1 - torch.exp(-risk.clamp(min=0)))
@@ -51,14 +45,13 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Multiplies advantages by the weights, whose mean over a completion may be below 1."""
-    args = run.args
     for micro in micros:
-        credit = micro.scores
-        if args.credit == "shuffled":
-            draws = credit_draws(run, micro)
-            credit = control_weights("shuffled", credit, micro.mask, draws)
-        micro.credit = credit
-        micro.weights = normalize(credit, micro.mask, 1.0)
+        micro.credit = micro.scores
+        if run.args.credit == "shuffled":
+            micro.credit = control_weights(
+                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
+            )
+        micro.weights = normalize(micro.credit, micro.mask, 1.0)
 
 
 # === END CREDIT ===

@@ -224,6 +224,17 @@ VARIETY = """
 def pay(completion_ids, **_):
     return [len(set(ids)) // 8 for ids in completion_ids]
 """
+# A method that changes the ratio alone.
+RATIO = '''"""Takes half of the log-ratio."""
+
+
+# === CREDIT ===
+def surrogate_terms(args, micro, log_ratio):
+    return log_ratio / 2, micro.advantages[:, None].expand_as(log_ratio)
+
+
+# === END CREDIT ===
+'''
 TIMES = ("seconds", "tokens_per_second", "peak_memory")  # beginnings of names
 
 

@@ -8,10 +8,12 @@ and diffs like every grpo_*.py, and its runs and cards have the method's name. T
 edit its file and fork it again, which replaces the script.
 
 The file of a method has the docstring of the future script (formula, source, which parts are
-public) and what belongs between a script's marks. What surrounds the marks only makes it Python,
-for editors and checkers:
+public) and what belongs between a script's marks. What surrounds the marks makes it Python, for
+editors and checkers; of this, imports that grpo_arca.py lacks are taken along:
 
-    from grpo_arca import Batch, Run, Tensor, flag  # names of grpo_arca.py that stand below
+    from torch import Tensor
+
+    from grpo_arca import Batch, Run, flag  # what stands below of grpo_arca.py
 
     class Flags:
         # === CREDIT ===
@@ -24,13 +26,14 @@ for editors and checkers:
     # === END CREDIT ===
 
 A method without flags has the second region alone. This region holds those of token_scores,
-assign_credit and surrogate_terms that differ from grpo_arca.py's, and other functions that they
-call. Whatever is used but not defined is copied from the regions of grpo_arca.py: functions such as
-`normalize` and `control_weights`, and their flags.
+assign_credit and surrogate_terms that differ from GRPO's, and other functions that they call. The
+rest of the three is copied from methods/grpo.py. Whatever else is used but not defined is copied
+from the regions of grpo_arca.py: functions such as `normalize` and `control_weights`, and flags.
 
-If there is no flag `credit`, it is added. Its default is the file's name, and with grpo_arca.py's
-own assign_credit it also offers that function's controls, random and shuffled. A method need not
-include plain GRPO: that is grpo_arca.py --credit uniform, which is the same outside the regions.
+If there is no flag `credit`, it is added. Its default is the file's name. To scores of the method
+that GRPO's assign_credit turns into credit, it also offers two controls, random and shuffled. A
+method need not include plain GRPO: that is grpo_arca.py --credit uniform, which is the same outside
+the regions.
 """
 
 import argparse
@@ -41,6 +44,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(^ *# === (?:END )?CREDIT ===\n)", re.M)
 NAME = re.compile(r"(?:def |class |from \S+ import )?(\w+)")
+IMPORT = re.compile(r"^(?:from (?!grpo_arca )\S+ )?import (?:\([^)]*\)|.*)\n", re.M)
 
 
 def statements(code: str) -> dict[str, str]:
@@ -62,6 +66,12 @@ def inherited(code: str, own: str, source: str) -> str:
     return "".join(text for name, text in texts.items() if name in taken)
 
 
+def further_imports(head: str, arcas_head: str) -> str:
+    """Returns the imports of a method's file that name something which grpo_arca.py's do not."""
+    known = set(re.findall(r"\w+", "".join(IMPORT.findall(arcas_head))))
+    return "".join(text for text in IMPORT.findall(head) if set(re.findall(r"\w+", text)) - known)
+
+
 def fork(method: Path) -> str:
     """Returns the script of a method's file."""
     arca = MARK.split((ROOT / "grpo_arca.py").read_text())  # marks are at the odd places
@@ -69,15 +79,23 @@ def fork(method: Path) -> str:
     if len(own) not in (5, 9):
         raise SystemExit(f"{method} must have one or two regions between CREDIT marks")
     flags = textwrap.dedent(own[2]) if len(own) == 9 else ""
+    imports = further_imports(own[0], arca[0])
     code = own[-3].rstrip() + "\n\n\n"
     if "credit" not in statements(flags):
-        controls = "" if "assign_credit" in statements(code) else ', "random", "shuffled"'
+        functions = statements(code)
+        # Where scores are not the method's own, or do not reach the loss, no order of them matters.
+        reads_credit = ".credit" in functions.get("surrogate_terms", ".credit")
+        has_controls = "token_scores" in functions and "assign_credit" not in functions
+        controls = ', "random", "shuffled"' if has_controls and reads_credit else ""
         flags = (
             f'credit: Literal["{method.stem}"{controls}] = flag(\n'
             f'    "{method.stem}", "what splits the advantage"\n)\n{flags}'
         )
+    code = f"{imports}\n\n{code}" if imports else code
+    grpo = MARK.split((ROOT / "methods/grpo.py").read_text())[2]
+    known = "".join((statements(arca[6]) | statements(grpo)).values())
     # The loop calls three functions, whether they are the method's own or not.
-    arca[6] = code + inherited(f"{code} token_scores assign_credit surrogate_terms", code, arca[6])
+    arca[6] = code + inherited(f"{code} token_scores assign_credit surrogate_terms", code, known)
     flags += inherited(arca[6], flags, textwrap.dedent(arca[2]))
     arca[2] = textwrap.indent(flags, "    ")
     how_to_read = arca[0][arca[0].index("How to read this file") :]
@@ -95,8 +113,7 @@ def with_arcas_trainer(script: str) -> str:
     docstring = own[0].split('"""')[1]
     rest = parts[0].split('"""', 2)[2]
     parts[0] = f'"""{docstring}"""{rest}'
-    parts[2] = own[2]
-    parts[6] = own[6]
+    parts[2::4] = own[2::4]  # both regions
     return "".join(parts)
 
 

@@ -9,7 +9,7 @@ import sys
 import conftest
 import fork
 import pytest
-from support import ROOT
+from support import RATIO, ROOT
 from test_readme import METHOD as README_METHOD
 from test_style import first_difference
 
@@ -52,10 +52,11 @@ def made(folder, functions: str) -> dict[str, str]:
 
 
 def test_a_fork_has_what_the_method_uses_and_not_what_it_does_not(tmp_path):
-    """The flag that chooses is made, with the controls that the inherited assign_credit offers."""
-    found = made(tmp_path, "def token_scores(run, micro, metrics):\n    return micro.entropy\n")
+    """The flag that chooses is made, with controls where the method's scores become the credit."""
+    scores = "def token_scores(run, micro, metrics):\n    return micro.entropy\n\n\n"
+    found = made(tmp_path, scores)
     assert found.keys() == {
-        "credit", "sharpening", "control_weights", "token_scores", "normalize", "assign_credit",
+        "credit", "control_weights", "token_scores", "normalize", "assign_credit",
         "surrogate_terms",
     }  # fmt: skip
     assert '"mine", "random", "shuffled"' in found["credit"]
@@ -63,8 +64,23 @@ def test_a_fork_has_what_the_method_uses_and_not_what_it_does_not(tmp_path):
 
     own = "def assign_credit(run, batch, micros, metrics):\n    return normalize(1, 2, 3)\n"
     found = made(tmp_path, own)
-    assert {"sharpening", "control_weights"} & found.keys() == set()
+    assert "control_weights" not in found
     assert "random" not in found["credit"]
+
+    terms = "def surrogate_terms(args, micro, log_ratio):\n    return log_ratio, 1\n"
+    assert "random" not in made(tmp_path, scores + terms)["credit"]  # the loss ignores the scores
+
+
+def test_gaps_are_filled_with_grpos_functions_and_imports_are_taken_along(tmp_path):
+    others = "import numpy as np\nfrom common.data import (\n    load_data,\n    whole_prompt,\n)\n"
+    imports = f"import math\nfrom torch import nn\n{others}from grpo_arca import Run\n"
+    (tmp_path / "ratio.py").write_text(RATIO.replace("\n\n\n", f"\n\n{imports}\n\n", 1))
+    _, _, flags, *_, credit, _, _ = fork.MARK.split(fork.fork(tmp_path / "ratio.py"))
+    assert credit.startswith(f"{others}\n\ndef surrogate_terms(")
+    grpo = fork.statements(fork.MARK.split((ROOT / "methods/grpo.py").read_text())[2])
+    gaps = grpo.items() - fork.statements(credit).items()
+    assert [name for name, _ in gaps] == ["surrogate_terms"]
+    assert 'Literal["ratio"]' in flags and "sharpening" not in flags
 
 
 def test_no_method_replaces_a_script(monkeypatch, capsys):
