@@ -21,7 +21,6 @@ import math
 import random
 import re
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +31,8 @@ import safetensors.torch
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import trange
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from common.task import Problem, random_chain
@@ -257,22 +258,20 @@ def batch(
         prompt_ids = tokenizer(prompt).input_ids
         solution = demonstrate(rng, chain, recipe, slips) + tokenizer.eos_token
         completion_ids = tokenizer(solution).input_ids
-        ids.append(prompt_ids + completion_ids)
-        labels.append([-100] * len(prompt_ids) + completion_ids)
-    width = max(map(len, ids))
-    padded_ids = [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
-    padded_labels = [row + [-100] * (width - len(row)) for row in labels]
-    return torch.tensor(padded_ids), torch.tensor(padded_labels)
+        ids.append(torch.tensor(prompt_ids + completion_ids))
+        labels.append(torch.tensor([-100] * len(prompt_ids) + completion_ids))
+    padded_ids = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+    return padded_ids, pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     """Trains a model on demonstrations."""
-    began = time.time()
     rng = random.Random(recipe.seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
     )
-    for step in range(1, recipe.steps + 1):
+    bar = trange(1, recipe.steps + 1)
+    for step in bar:
         cosine = 0.5 + 0.5 * math.cos(math.pi * step / recipe.steps)
         warm_up = min(1, step / 50)
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * warm_up * (0.05 + 0.95 * cosine)
@@ -282,9 +281,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: R
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 0:
-            left = (time.time() - began) / step * (recipe.steps - step) / 60
-            print(f"step {step}/{recipe.steps}  loss {loss.item():.4f}  {left:.1f} min left")
+        bar.set_postfix(loss=loss.item())
 
 
 def main() -> None:
@@ -302,8 +299,6 @@ def main() -> None:
         tokenizer = build_tokenizer()
         model = build_model(tokenizer)
     model.train()
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{len(tokenizer)} tokens, {parameters:,} parameters")
     train(model, tokenizer, recipe)
     model.to(torch.bfloat16)
     if recipe.is_long:

@@ -30,6 +30,8 @@ many a rollout sampled, and `commit` is the code's.
 
 import argparse
 import csv
+import fcntl
+import itertools
 import json
 import os
 import shlex
@@ -38,11 +40,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
+
+import pandas
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs/studies"
@@ -94,6 +98,19 @@ class Study(NamedTuple):
     flags: dict[str, Any]
     micro_batches: int = 1  # of an update
 
+    def command_line(self, updates: int, rate: str) -> list[str]:
+        """Returns the flags of its runs with so many updates of a rollout, and a learning rate."""
+        flags = self.flags | {
+            "learning_rate": rate,
+            "max_steps": self.rollouts * updates,
+            "eval_steps": self.every * updates,
+            "warmup_steps": 3 * updates,
+            "gradient_accumulation_steps": self.micro_batches,
+            "steps_per_generation": self.micro_batches * updates,
+            "per_device_train_batch_size": self.completions // self.micro_batches // updates,
+        }
+        return [f"--{name}={value}" for name, value in flags.items()]
+
 
 def policy_folder(name: str) -> Path:
     """Returns a folder with a policy of results/policies/, in the files of the embedded one."""
@@ -137,26 +154,26 @@ STUDIES = {
 for number in (2, 3):
     policy = {"model_name_or_path": policy_folder(f"wrong_policy_{number}")}
     STUDIES[f"wrong_policy_{number}"] = WRONG_POLICY._replace(flags=WRONG_POLICY.flags | policy)
-PLAN = [  # study, methods, updates, learning rate (None: GRPO's), seeds
-    ("wrong_policy", [*MAIN, *ORACLES, "ARCA, p = 2", "S-trace, normalized"], 1, None, 8),
-    ("wrong_policy", MAIN, 1, "0.001", 8),
-    ("wrong_policy", MAIN, 1, "0.004", 8),
-    ("wrong_policy", [GRPO, "right answers only", "ARCA", "S-trace"], 4, None, 16),
-    ("wrong_policy", ["ARCA, p = 2", "S-trace, normalized"], 4, None, 8),
-    ("wrong_policy", ["GRPO, 8 completions", "OAR-G, right answers only"], 1, None, 8),
-    ("wrong_policy_2", MAIN, 1, None, 4),
-    ("wrong_policy_2", MAIN, 1, "0.001", 4),
-    ("wrong_policy_3", MAIN, 1, "0.001", 4),
-    ("nearly_right_policy", [GRPO, "right answers only", "OAR-G, right answers only"], 1, None, 16),
-    ("nearly_right_policy", ["GRPO, 8 completions"], 1, None, 8),
-    ("nearly_right_policy", [*MAIN, "ARCA's weights, shuffled", "S-trace, normalized"], 1, None, 8),
-    ("nearly_right_policy", [GRPO, "right answers only", "ARCA", "S-trace"], 4, None, 8),
-    ("nearly_right_policy", ["S-trace, normalized"], 4, None, 8),
-    ("smollm2", [*MAIN, "GRPO, groups drawn again"], 1, None, 12),
-    ("smollm2", ["GRPO, 72 completions", *DRAWN_AGAIN], 1, None, 8),
-    ("default_command", [*MAIN, "ARCA's weights, shuffled", "P-trace"], 1, None, 3),
-    ("default_command", [GRPO, "right answers only"], 1, None, 8),
-    ("small_rollouts", [GRPO, "right answers only"], 1, None, 8),
+PLAN = [  # study, updates, methods, learning rate (None: GRPO's), seeds
+    ("wrong_policy", 1, [*MAIN, *ORACLES, "ARCA, p = 2", "S-trace, normalized"], None, 8),
+    ("wrong_policy", 1, MAIN, "0.001", 8),
+    ("wrong_policy", 1, MAIN, "0.004", 8),
+    ("wrong_policy", 4, [GRPO, "right answers only", "ARCA", "S-trace"], None, 16),
+    ("wrong_policy", 4, ["ARCA, p = 2", "S-trace, normalized"], None, 8),
+    ("wrong_policy", 1, ["GRPO, 8 completions", "OAR-G, right answers only"], None, 8),
+    ("wrong_policy_2", 1, MAIN, None, 4),
+    ("wrong_policy_2", 1, MAIN, "0.001", 4),
+    ("wrong_policy_3", 1, MAIN, "0.001", 4),
+    ("nearly_right_policy", 1, [GRPO, "right answers only", "OAR-G, right answers only"], None, 16),
+    ("nearly_right_policy", 1, ["GRPO, 8 completions"], None, 8),
+    ("nearly_right_policy", 1, [*MAIN, "ARCA's weights, shuffled", "S-trace, normalized"], None, 8),
+    ("nearly_right_policy", 4, [GRPO, "right answers only", "ARCA", "S-trace"], None, 8),
+    ("nearly_right_policy", 4, ["S-trace, normalized"], None, 8),
+    ("smollm2", 1, [*MAIN, "GRPO, groups drawn again"], None, 12),
+    ("smollm2", 1, ["GRPO, 72 completions", *DRAWN_AGAIN], None, 8),
+    ("default_command", 1, [*MAIN, "ARCA's weights, shuffled", "P-trace"], None, 3),
+    ("default_command", 1, [GRPO, "right answers only"], None, 8),
+    ("small_rollouts", 1, [GRPO, "right answers only"], None, 8),
 ]
 COLUMNS = {  # of the data -> the metric of each update
     "reward": "reward",
@@ -188,21 +205,9 @@ class Run(NamedTuple):
 
     def command(self, smollm2: Path) -> list[str]:
         """Returns the command that trains it, or goes on with it."""
-        study = STUDIES[self.study]
-        flags = study.flags | {
-            "learning_rate": self.rate,
-            "seed": self.seed,
-            "output_dir": self.folder,
-            "resume_from_checkpoint": "latest",
-            "max_steps": study.rollouts * self.updates,
-            "eval_steps": study.every * self.updates,
-            "warmup_steps": 3 * self.updates,
-            "gradient_accumulation_steps": study.micro_batches,
-            "steps_per_generation": study.micro_batches * self.updates,
-            "per_device_train_batch_size": study.completions // study.micro_batches // self.updates,
-        }
-        words = [f"--{name}={value}" for name, value in flags.items()]
+        words = STUDIES[self.study].command_line(self.updates, self.rate)
         words = [word.replace(str(ROOT / "smollm2"), str(smollm2)) for word in words]
+        words += [f"--seed={self.seed}", f"--output_dir={self.folder}"]
         script, *own = shlex.split(METHODS.get(self.method, self.method))
         if script.startswith("methods/"):
             script = f"grpo_{Path(script).name}"
@@ -245,29 +250,24 @@ def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
             lines.writerow({k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()})
 
 
-def planned_runs() -> list[Run]:
-    """Returns the runs of PLAN, by seed, so that an early stop leaves whole pairs."""
-    runs: dict[Run, None] = {}  # an ordered set
-    for study, methods, updates, rate, seeds in PLAN:
-        for seed in range(1, seeds + 1):
-            for method in methods:
-                own_rate = rate or STUDIES[study].rates[updates]
-                runs[Run(study, method, updates, own_rate, seed)] = None
-    return list(runs)
-
-
 def chosen_runs(options: argparse.Namespace) -> list[Run]:
-    """Returns the chosen studies' planned runs or, with --methods, those that the options name."""
+    """Returns the chosen studies' planned runs or, with --methods, those that the options name.
+
+    They are ordered by seed, so that an early stop leaves whole pairs.
+    """
     studies = options.studies or list(STUDIES)
-    if options.methods is None:
-        return [run for run in planned_runs() if run.study in studies]
-    runs = []
-    for study in studies:
-        for seed in options.seeds:
-            for updates in options.updates:
-                rate = options.rate or STUDIES[study].rates[updates]
-                runs += [Run(study, method, updates, rate, seed) for method in options.methods]
-    return runs
+    entries: list[Any] = [
+        (*entry, range(1, seeds + 1)) for *entry, seeds in PLAN if entry[0] in studies
+    ]
+    if options.methods:
+        pairs = itertools.product(studies, options.updates)
+        entries = [(*pair, options.methods, options.rate, options.seeds) for pair in pairs]
+    runs: dict[Run, None] = {}  # an ordered set
+    for study, updates, methods, rate, seeds in entries:
+        own_rate = rate or STUDIES[study].rates[updates]
+        for seed, method in itertools.product(seeds, methods):
+            runs[Run(study, method, updates, own_rate, seed)] = None
+    return list(runs)
 
 
 def fork_methods(runs: Iterable[Run]) -> None:
@@ -278,36 +278,44 @@ def fork_methods(runs: Iterable[Run]) -> None:
             subprocess.run([sys.executable, "tools/fork.py", script], cwd=ROOT, check=True)
 
 
-def train(run: Run, smollm2: Path) -> None:
-    """Trains a run to its end on one core. What it prints goes to its log.txt."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    (run.folder / "run.json").write_text(json.dumps(run._asdict()))
-    one_core = os.environ | {"OMP_NUM_THREADS": "1"}
-    with open(run.folder / "log.txt", "a") as log:
-        subprocess.run(run.command(smollm2), cwd=ROOT, env=one_core, stdout=log, stderr=log)
+def cores() -> int:
+    """Returns how many cores this program may use. macOS knows only how many there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def train_all(runs: list[Run], processes: int, smollm2: Path) -> None:
-    """Trains the runs that are missing, and says how much time is left."""
-    missing = [run for run in runs if not run.is_done()]
-    print(f"{len(runs)} runs, {len(missing)} to do", flush=True)
-    fork_methods(missing)
-    began = time.time()
+def train(folder: Path, command: list[str]) -> None:
+    """Trains a run to its end on one core, or goes on with it. What it prints goes to log.txt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "log.txt", "a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)  # waits for a run there that outlived a killed program
+        if not (folder / "summary.json").exists():
+            command = [*command, "--resume_from_checkpoint=latest"]
+            one_core = os.environ | {"OMP_NUM_THREADS": "1"}
+            subprocess.run(command, env=one_core, stdout=log, stderr=log)
+    last_line = (folder / "log.txt").read_text().splitlines()[-1]
+    tqdm.write(f"{time.strftime('%H:%M')} {folder}/log.txt: {last_line}")
+
+
+def updates_in(folders: Iterable[Path]) -> int:
+    """Returns how many updates the runs of some folders have made."""
+    logs = [folder / "metrics.jsonl" for folder in folders]
+    return sum(log.read_text().count('"loss"') for log in logs if log.exists())
+
+
+def train_all(commands: dict[Path, list[str]], updates: int, processes: int) -> None:
+    """Trains runs, each in its folder. A bar shows their updates, and how much time is left."""
+    bar = tqdm(total=updates, initial=updates_in(commands), unit="update", smoothing=0)
     pool = ThreadPoolExecutor(processes)
-    run_of = {pool.submit(train, run, smollm2): run for run in missing}
+    futures = [pool.submit(train, *item) for item in commands.items()]
     try:
-        for done, future in enumerate(as_completed(run_of), start=1):
-            run = run_of[future]
-            state = "done" if run.is_done() else f"FAILED, see {run.folder / 'log.txt'}"
-            minutes = (time.time() - began) / done * (len(missing) - done) / 60
-            clock = time.strftime("%H:%M")
-            name = run.folder.relative_to(RUNS)
-            print(
-                f"{clock} [{done}/{len(missing)}] {name} {state}; {minutes:.0f} min left",
-                flush=True,
-            )
+        while wait(futures, timeout=10).not_done:
+            bar.n = updates_in(commands)
+            bar.refresh()
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, no further run begins
+        bar.close()
 
 
 # ---- What runs leave -----------------------------------------------------------------------------
@@ -315,29 +323,22 @@ def lines_of(run: Run, folder: Path) -> list[dict[str, Any]]:
     """Returns a line for each evaluation of a finished run, without those that a resume added."""
     study = STUDIES[run.study]
     environment = json.loads((folder / "config.json").read_text())["environment"]
+    hardware = environment["hardware"]
+    rows = pandas.read_json(folder / "metrics.jsonl", lines=True)
+    rollout = rows["step"] / run.updates
+    is_due = rows["eval"].notna() & ((rollout % study.every == 0) | (rollout == study.rollouts))
+    interval = is_due[::-1].cumsum()  # the same number for an evaluation and the updates before it
+    means = (
+        rows.reindex(columns=COLUMNS.values()).groupby(interval).mean().astype(object).fillna("")
+    )
     lines = []
-    since: list[dict[str, Any]] = []  # updates since the last evaluation
-    for text in (folder / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(text)
-        if "reward" in row:
-            since.append(row)
-            continue
-        rollout = row["step"] / run.updates
-        if rollout % study.every != 0 and rollout != study.rollouts:
-            continue
+    for place, row in rows[is_due].iterrows():
         line = {name: value for name, value in run._asdict().items() if name != "study"}
-        line["rollout"] = int(rollout)
-        line["sampled"] = row["eval"]["sampled_accuracy"]
-        line["greedy"] = row["eval"]["greedy_accuracy"]
-        line["pass_at_4"] = row["eval"]["pass@4"]
-        for name, metric in COLUMNS.items():
-            values = [update[metric] for update in since if update.get(metric) is not None]
-            line[name] = mean(values) if values else ""
-        line["commit"] = environment["commit"]
-        hardware = environment["hardware"]
-        line["machine"] = ", ".join(hardware["gpus"]) or hardware["cpu"]
-        lines.append(line)
-        since = []
+        line |= {"rollout": int(rollout[place]), "sampled": row["eval"]["sampled_accuracy"]}
+        line |= {"greedy": row["eval"]["greedy_accuracy"], "pass_at_4": row["eval"]["pass@4"]}
+        line |= dict(zip(COLUMNS, means.loc[interval[place]], strict=True))
+        line |= {"commit": environment["commit"]}
+        lines.append(line | {"machine": ", ".join(hardware["gpus"]) or hardware["cpu"]})
     return lines
 
 
@@ -365,7 +366,7 @@ def main() -> None:
     parser.add_argument("--updates", nargs="+", type=int, default=[1], help="of a rollout")
     parser.add_argument("--rate", help="learning rate; default: GRPO's")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1, 9)))
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--processes", type=int, default=cores())
     parser.add_argument("--smollm2", type=Path, default=ROOT / "smollm2", help="its folder")
     parser.add_argument("--list", action="store_true", help="train nothing")
     parser.add_argument("--collect", nargs="?", type=Path, const=RUNS, metavar="FOLDER")
@@ -374,11 +375,18 @@ def main() -> None:
         collect(options.collect)
         return
     runs = chosen_runs(options)
-    if not options.list:
-        train_all(runs, options.processes, options.smollm2.absolute())
+    if options.list:
+        for run in runs:
+            print("done   " if run.is_done() else "missing", run.folder.relative_to(RUNS))
         return
-    for run in runs:
-        print("done   " if run.is_done() else "missing", run.folder.relative_to(RUNS))
+    missing = [run for run in runs if not run.is_done()]
+    fork_methods(missing)
+    for run in missing:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / "run.json").write_text(json.dumps(run._asdict()))
+    commands = {run.folder: run.command(options.smollm2.absolute()) for run in missing}
+    updates = sum(STUDIES[run.study].rollouts * run.updates for run in missing)
+    train_all(commands, updates, options.processes)
 
 
 if __name__ == "__main__":

@@ -21,20 +21,22 @@ SmolLM2 a run failed if it ends at or below 0.5; elsewhere, if it ends below whe
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
 import numpy as np
+import pandas
+from compare import draw_dots, plt
+from paired import area, comparison, holm, mean_interval
 from studies import DATA as STUDY_DATA
 from studies import GRPO, MAIN, METHODS, ORACLES, STUDIES, Study, key_of, read_csv, write_csv
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "results/data"
 OUTPUT = DATA / "tables"
 PAGES = [ROOT / "results/README.md", ROOT / "methods/README.md", ROOT / "README.md"]
@@ -68,6 +70,7 @@ COMPARED = (*MAIN, *ORACLES)
 OAR_ON_RIGHT = "OAR-G, right answers only"
 PLANNED = (*COMPARED, "ARCA, p = 2", OAR_ON_RIGHT)  # rows on the wrong policy
 SAME_AS_GRPO = "GRPO, its KL logged"
+RIVAL = "methods/"  # how the names of methods begin whose figures have a page of their own
 FEWEST_SEEDS = 3  # for an interval
 RIGHT_ONLY = "grpo_arca.py --credit uniform --negative_weight 0"
 NAMES = {  # a method in the tables of worth and of tokens -> on the page
@@ -107,48 +110,6 @@ Table = list[list[str]]  # the header, and then the rows
 
 
 # ---- Statistics ----------------------------------------------------------------------------------
-def area(curves: np.ndarray) -> np.ndarray:
-    """Returns the mean height of each curve [..., points], which is the area under it."""
-    return (curves[..., 1:] + curves[..., :-1]).mean(-1) / 2
-
-
-@cache
-def student(degrees: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns angles, and for each the share of Student's t that lies between -t and t.
-
-    t is sqrt(degrees) tan(angle), so that the density is proportional to cos(angle)^(degrees - 1).
-    """
-    angles = np.linspace(0, math.pi / 2, 100_001)
-    middles = (angles[1:] + angles[:-1]) / 2
-    inside = np.cumsum(np.cos(middles) ** (degrees - 1))
-    return angles, np.concatenate([[0.0], inside / inside[-1]])
-
-
-def two_sided_p(statistic: float, degrees: int) -> float:
-    """Returns the share of Student's t beyond a statistic, on both sides."""
-    angles, inside = student(degrees)
-    return float(1 - np.interp(math.atan(abs(statistic) / degrees**0.5), angles, inside))
-
-
-def sign_flip_p(differences: np.ndarray) -> float:
-    """Returns the share of all choices of n signs that take the mean as far from 0, or farther.
-
-    Unlike a t-test, this assumes no normal distribution. It is at least 2 / 2^n.
-    """
-    signs = np.array(list(itertools.product((1, -1), repeat=len(differences))))
-    sums = abs(signs @ differences)  # the first is that of the differences as they are
-    return float(np.mean(sums >= sums[0] - 1e-9))
-
-
-def mean_interval(values: np.ndarray) -> tuple[Any, Any, Any]:
-    """Returns the mean over seeds (the first axis) and the ends of its 95% t-interval."""
-    degrees = len(values) - 1
-    angles, inside = student(degrees)
-    quantile = degrees**0.5 * math.tan(np.interp(0.95, inside, angles))
-    half = quantile * values.std(0, ddof=1) / len(values) ** 0.5
-    return values.mean(0), values.mean(0) - half, values.mean(0) + half
-
-
 def summed_rates(study: Study) -> np.ndarray:
     """Returns the share of a run's summed learning rates that lies before each evaluation.
 
@@ -178,26 +139,16 @@ def share_of_way(curves: np.ndarray, others: np.ndarray, places: np.ndarray) -> 
     return shares
 
 
-def holm(p_values: list[float]) -> list[float]:
-    """Returns p-values corrected for all of them together (Holm, 1979)."""
-    corrected = [0.0] * len(p_values)
-    largest = 0.0
-    for rank, place in enumerate(np.argsort(p_values)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        corrected[place] = largest
-    return corrected
-
-
 def has_failed(study: str, curves: np.ndarray) -> np.ndarray:
-    """Returns which curves [S, points] are of runs that failed."""
+    """Returns which curves [..., points] are of runs that failed."""
     if study.startswith("smollm2"):
-        return curves[:, -1] <= 0.5
-    return curves[:, -1] < curves[:, 0]
+        return curves[..., -1] <= 0.5
+    return curves[..., -1] < curves[..., 0]
 
 
 # ---- Runs that differ in their seeds alone -------------------------------------------------------
 class Group(NamedTuple):
-    """Runs that differ only in their seeds. Fields, and methods that return texts, fill tables."""
+    """Runs that differ only in their seeds."""
 
     study: str
     updates: int  # of a rollout
@@ -220,22 +171,21 @@ class Group(NamedTuple):
         """Returns the runs with this method's own credits in random order."""
         return self.of(SHUFFLED.get(self.method, f"{self.method} --credit shuffled"))
 
-    def is_there(self) -> bool:
-        return self in whole_runs()
-
-    def lines(self) -> list[list[Row]]:
-        """Returns each run's lines of the data, ordered by seed."""
-        runs = whole_runs().get(self, {})
-        return [runs[seed] for seed in sorted(runs)]
+    def lines(self) -> dict[int, list[Row]]:
+        """Returns each run's lines of the data, by its seed in order."""
+        return dict(sorted(whole_runs().get(self, {}).items()))
 
     def curves(self) -> dict[int, np.ndarray]:
         """Returns the learning curve of each seed."""
-        runs = whole_runs().get(self, {})
-        return {seed: np.array([float(x["sampled"]) for x in runs[seed]]) for seed in sorted(runs)}
+        curves = {}
+        for seed, lines in self.lines().items():
+            curves[seed] = np.array([float(line["sampled"]) for line in lines])
+        return curves
 
-    def last(self, name: str) -> list[float]:
-        """Returns a figure of the last evaluation of each run."""
-        return [float(lines[-1][name]) for lines in self.lines()]
+    def failed_seeds(self) -> str:
+        """Returns the seeds of the runs that failed: "2, 7"."""
+        curves = self.curves().items()
+        return ", ".join(str(seed) for seed, curve in curves if has_failed(self.study, curve))
 
     def title(self) -> str:
         """Returns the study and, where its runs differ in that, the number of updates a rollout."""
@@ -245,9 +195,9 @@ class Group(NamedTuple):
 
     def over(self, other: "Group", figure: str) -> str:
         """Returns how far it is above another group or, for that group itself, its figure."""
-        if not self.is_there():
+        if not (self.lines() and other.lines()):
             return "not run"
-        row = comparison(self, other, figure)
+        row = compared(self, other, figure)
         if row["failed"]:
             return f"none: {row['failed']} of {row['seeds']} failed"
         if row["seeds"] < FEWEST_SEEDS:
@@ -256,75 +206,64 @@ class Group(NamedTuple):
             return f"{figure_of(pairs_of(self, self)[0], figure).mean():.3f}"
         return shown([row["more"], row["low"], row["high"]], "+.3f")
 
-    def area(self) -> str:
-        return self.over(self.baseline(), "area")
-
     def end(self) -> str:
+        """Returns how far it ends above GRPO."""
         return self.over(self.baseline(), "end")
-
-    def end_over_control(self) -> str:
-        return self.over(self.control(), "end")
-
-    def seeds(self) -> str:
-        return str(len(self.lines()))
-
-    def greedy(self) -> str:
-        return f"{np.mean(self.last('greedy')):.2f}"
-
-    def sampled(self) -> str:
-        return f"{np.mean(self.last('sampled')):.2f}"
-
-    def sampled_range(self) -> str:
-        return f"{min(self.last('sampled')):.3f} to {max(self.last('sampled')):.3f}"
-
-    def pass_at_4(self) -> str:
-        return f"{np.mean(self.last('pass_at_4')):.2f}"
-
-    def failed_seeds(self) -> str:
-        """Returns the seeds of the runs that failed: "2, 7"."""
-        curves = self.curves()
-        failed = has_failed(self.study, np.array(list(curves.values())))
-        return ", ".join(str(seed) for seed, has in zip(curves, failed, strict=True) if has)
-
-    def heights(self) -> str:
-        """Returns how many runs end above each of three heights: "9, 8, 6 of 12"."""
-        ends = self.last("sampled")
-        counts = [str(sum(end > height for end in ends)) for height in (0.3, 0.5, 0.8)]
-        return f"{', '.join(counts)} of {len(ends)}"
 
     def above_grpo(self) -> str:
         """Returns on how many seeds the method ends above GRPO."""
-        if self.method == GRPO or not self.is_there():
-            return ""
         own, others = pairs_of(self, self.of(GRPO))
-        return f"{(own[:, -1] > others[:, -1]).sum()} of {len(own)}"
-
-    def median(self) -> str:
-        return f"{np.median(self.last('sampled')):.3f}"
+        return "" if self.method == GRPO else f"{(own[:, -1] > others[:, -1]).sum()} of {len(own)}"
 
     def cut(self) -> str:
         """Returns the share of updates whose gradient was cut, or "?" if it was not counted.
 
         The first runs lack this figure, but costs.csv has its mean over all of them.
         """
-        mean_of_first_runs = ""
-        for row in read_csv(STUDY_DATA / "costs.csv"):
-            if (row["study"], int(row["updates"]), row["rate"], row["method"]) == self:
-                mean_of_first_runs = row["clipped"]
-        return self.mean_of_updates("clipped", 3, mean_of_first_runs)
-
-    def completions(self) -> str:
-        return self.mean_of_updates("completions", 0)
+        costs = pandas.read_csv(STUDY_DATA / "costs.csv", dtype=str).set_index(list(self._fields))
+        key = (self.study, str(self.updates), self.rate, self.method)
+        return self.mean_of_updates("clipped", 3, costs["clipped"].get(key, ""))
 
     def mean_of_updates(self, name: str, places: int, otherwise: str = "") -> str:
         """Returns the mean of a figure over all updates, or "?" if it was not counted.
 
         `otherwise`, if it is not empty, stands in where a line lacks the figure.
         """
-        lines = [line for run in self.lines() for line in run[1:]]  # the first: before training
+        lines = [
+            line for run in self.lines().values() for line in run[1:]
+        ]  # after the first update
         values = [line.get(name) or otherwise for line in lines]
         numbers = [float(value) for value in values if value]
         return f"{np.mean(numbers):.{places}f}" if numbers else "?"
+
+    def cells(self) -> dict[str, str]:
+        """Returns all that tables may say of its runs."""
+        lasts = [lines[-1] for lines in self.lines().values()]
+        greedy, sampled, pass_at_4 = [
+            np.array([float(line[name]) for line in lasts])
+            for name in ("greedy", "sampled", "pass_at_4")
+        ]
+        heights = [str((sampled > height).sum()) for height in (0.3, 0.5, 0.8)]
+        return {
+            "title": self.title(),
+            "method": self.method,
+            "updates": str(self.updates),
+            "rate": self.rate,
+            "seeds": str(len(lasts)),
+            "failed seeds": self.failed_seeds(),
+            "greedy": f"{greedy.mean():.2f}",
+            "sampled": f"{sampled.mean():.2f}",
+            "pass@4": f"{pass_at_4.mean():.2f}",
+            "range": f"{sampled.min():.3f} to {sampled.max():.3f}",
+            "median": f"{np.median(sampled):.3f}",
+            "heights": f"{', '.join(heights)} of {len(lasts)}",
+            "area": self.over(self.baseline(), "area"),
+            "end": self.end(),
+            "end over the control": self.over(self.control(), "end"),
+            "above GRPO": self.above_grpo(),
+            "cut": self.cut(),
+            "completions": self.mean_of_updates("completions", 0),
+        }
 
 
 SMOLLM2_AGAIN = Group("smollm2", 1, "4e-4", GRPO_AGAIN)
@@ -336,13 +275,11 @@ def whole_runs() -> dict[Group, dict[int, list[Row]]]:
     runs: dict[Group, dict[int, list[Row]]] = {}
     for study in STUDIES:
         last = str(STUDIES[study].rollouts)
-        found: dict[tuple, list[Row]] = {}
-        for line in read_csv(STUDY_DATA / f"{study}.csv"):
-            found.setdefault(key_of(line), []).append(line)
-        for (method, updates, rate, seed), lines in found.items():
+        all_lines = read_csv(STUDY_DATA / f"{study}.csv")
+        for (method, updates, rate, seed), own_lines in itertools.groupby(all_lines, key_of):
+            lines = list(own_lines)
             if lines[-1]["rollout"] == last and method != SAME_AS_GRPO:
-                group = Group(study, updates, rate, method)
-                runs.setdefault(group, {})[seed] = lines
+                runs.setdefault(Group(study, updates, rate, method), {})[seed] = lines
     return {group: runs[group] for group in sorted(runs, key=place_of)}
 
 
@@ -355,7 +292,7 @@ def place_of(group: Group) -> tuple[int, int, str, int]:
 
 def groups_of(study: str) -> list[Group]:
     """Returns the groups of a study that have runs of GRPO to compare with, and GRPO's own."""
-    return [g for g in whole_runs() if g.study == study and g.of(GRPO).is_there()]
+    return [g for g in whole_runs() if g.study == study and g.of(GRPO).lines()]
 
 
 def pairs_of(group: Group, other: Group) -> tuple[np.ndarray, np.ndarray]:
@@ -374,21 +311,18 @@ def at_grpos_rate(study: str) -> list[Group]:
 
 def figure_of(curves: np.ndarray, figure: str) -> np.ndarray:
     """Returns the "area" or the "end" of each curve."""
-    return area(curves) if figure == "area" else curves[:, -1]
+    return area(curves, range(curves.shape[1])) if figure == "area" else curves[:, -1]
 
 
-def comparison(group: Group, other: Group, figure: str) -> Row:
+@cache
+def compared(group: Group, other: Group, figure: str) -> Row:
     """Returns how far a group is above another: mean, interval and p-values ("" without tests)."""
     own, others = pairs_of(group, other)
     more = figure_of(own, figure) - figure_of(others, figure)
-    row: Row = {"seeds": len(more), "more": more.mean(), "low": "", "high": "", "p": ""}
-    row["p_flips"] = ""
+    row = {"seeds": len(more), "more": more.mean(), "low": "", "high": "", "p": "", "p_flips": ""}
     row["failed"] = (has_failed(group.study, own) | has_failed(group.study, others)).sum()
     if len(more) >= FEWEST_SEEDS and not row["failed"] and group != other:
-        _, row["low"], row["high"] = mean_interval(more)
-        error = more.std(ddof=1) / len(more) ** 0.5
-        row["p"] = two_sided_p(more.mean() / error, len(more) - 1)
-        row["p_flips"] = sign_flip_p(more)
+        row |= comparison(more)
     return row
 
 
@@ -398,17 +332,17 @@ def differences() -> list[Row]:
     rows: list[Row] = []
     for study in STUDIES:
         for group in groups_of(study):
-            keeps_curves = min(map(len, group.lines())) > 3
+            keeps_curves = min(map(len, group.lines().values())) > 3
             for figure in ("area", "end") if keeps_curves else ("end",):
                 others = {group.method: group.baseline()}
-                if group.control().is_there():
+                if group.control().lines():
                     others[f"{group.method}, over its credits shuffled"] = group.control()
                 if group.method == OAR_ON_RIGHT:
                     others[f"{OAR_ON_RIGHT}, over GRPO's"] = group.of("right answers only")
                 for method, other in others.items():
                     row: Row = {"study": group.title(), "rate": group.rate, "method": method}
                     if group != other:
-                        rows.append(row | {"figure": figure} | comparison(group, other, figure))
+                        rows.append(row | {"figure": figure} | compared(group, other, figure))
     tested = [row for row in rows if row["p"] != ""]
     for name in ("p", "p_flips"):
         for row, corrected in zip(tested, holm([row[name] for row in tested]), strict=True):
@@ -431,11 +365,8 @@ def measured(row: Row, name: str) -> list[float]:
 
 def table_of(groups: list[Group], columns: dict[str, str]) -> Table:
     """Returns a table with a row for each group. Columns map headers to what fills them."""
-    table = [list(columns)]
-    for group in groups:
-        cells = [getattr(group, name) for name in columns.values()]
-        table.append([cell() if callable(cell) else str(cell) for cell in cells])
-    return table
+    cells = [group.cells() for group in groups]
+    return [list(columns), *([own[name] for name in columns.values()] for own in cells)]
 
 
 def result() -> Table:
@@ -463,11 +394,12 @@ def tests() -> Table:
     table = [[f"study (of {len(tested)} differences)", "rate", "method", "figure", "seeds",
               "over GRPO", "p of t, corrected", "of sign flips, corrected"]]  # fmt: skip
     for row in tested:
-        if is_rival(row["method"]) or min(row["p_holm"], row["p_flips_holm"]) >= 0.05:
+        if row["method"].startswith(RIVAL) or min(row["p_holm"], row["p_flips_holm"]) >= 0.05:
             continue
-        cells = [row["study"], row["rate"], row["method"], row["figure"], str(row["seeds"])]
-        cells.append(shown([row["more"], row["low"], row["high"]], "+.3f"))
-        table.append([*cells, f"{row['p_holm']:.2g}", f"{row['p_flips_holm']:.2g}"])
+        cells = [row[name] for name in ("study", "rate", "method", "figure")]
+        more = shown([row["more"], row["low"], row["high"]], "+.3f")
+        ps = [f"{row[name]:.2g}" for name in ("p_holm", "p_flips_holm")]
+        table.append([*cells, str(row["seeds"]), more, *ps])
     return table
 
 
@@ -476,8 +408,8 @@ def wrong_policy() -> Table:
     groups = [group for group in groups_of("wrong_policy") if group.method in PLANNED]
     return table_of(groups, {
         "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
-        "greedy": "greedy", "sampled": "sampled", "pass@4": "pass_at_4", "area over GRPO": "area",
-        "end over GRPO": "end", "failed seeds": "failed_seeds",
+        "greedy": "greedy", "sampled": "sampled", "pass@4": "pass@4", "area over GRPO": "area",
+        "end over GRPO": "end", "failed seeds": "failed seeds",
     })  # fmt: skip
 
 
@@ -485,7 +417,7 @@ def nearly_right_policy() -> Table:
     """All methods on the nearly right policy with GRPO's completions, at rates of GRPO there."""
     return table_of([group for group in groups_of("nearly_right_policy") if group.method != HALF], {
         "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
-        "failed seeds": "failed_seeds", "area": "area", "end": "end", "greedy": "greedy",
+        "failed seeds": "failed seeds", "area": "area", "end": "end", "greedy": "greedy",
         "cut": "cut",
     })  # fmt: skip
 
@@ -494,17 +426,17 @@ def smollm2() -> Table:
     """GRPO's runs on SmolLM2, and those that draw groups again, compared with GRPO's that do."""
     names = (GRPO, *AGAIN)
     return table_of([group for group in at_grpos_rate("smollm2") if group.method in names], {
-        "method": "method", "rate": "rate", "seeds": "seeds", "failed seeds": "failed_seeds",
-        "area": "area", "end": "end", "end, lowest to highest": "sampled_range",
+        "method": "method", "rate": "rate", "seeds": "seeds", "failed seeds": "failed seeds",
+        "area": "area", "end": "end", "end, lowest to highest": "range",
         "median": "median", "cut": "cut", "completions a rollout": "completions",
     })  # fmt: skip
 
 
 def controls() -> Table:
     """How far methods are above their own credits in random order."""
-    return table_of([group for group in whole_runs() if group.control().is_there()], {
+    return table_of([group for group in whole_runs() if group.control().lines()], {
         "study": "title", "method": "method", "rate": "rate", "seeds": "seeds",
-        "end over the control": "end_over_control",
+        "end over the control": "end over the control",
     })  # fmt: skip
 
 
@@ -516,10 +448,7 @@ def three_policies() -> Table:
               "mean of the three", "mean of the areas"]]  # fmt: skip
     for method in MAIN:
         groups = [grpo.of(method) for grpo in grpos]
-        ends = []
-        for group in groups:
-            above = group.above_grpo()
-            ends.append(f"{group.end()}, {above}" if above else group.end())
+        ends = [f"{group.end()}, {group.above_grpo()}".removesuffix(", ") for group in groups]
         means = [over_policies(groups, figure) for figure in ("end", "area")]
         table.append([method, *ends, *means])
     return table
@@ -527,9 +456,9 @@ def three_policies() -> Table:
 
 def over_policies(groups: list[Group], figure: str) -> str:
     """Returns the mean over policies of a method's lead over GRPO, with its interval."""
-    if groups[0].method == GRPO or not all(group.is_there() for group in groups):
+    if groups[0].method == GRPO or not all(group.lines() for group in groups):
         return ""
-    rows = [comparison(group, group.baseline(), figure) for group in groups]
+    rows = [compared(group, group.baseline(), figure) for group in groups]
     if any(row["low"] == "" for row in rows):
         return "none"
     return shown(list(mean_interval(np.array([row["more"] for row in rows]))), "+.3f")
@@ -543,22 +472,6 @@ def worth_of(policy: str) -> dict[str, Row]:
         for row in read_csv(path):
             rows[NAMES.get(row["method"], row["method"])] = row
     return rows
-
-
-def is_rival(method: str) -> bool:
-    """Returns whether a method is a file of methods/, whose figures have a page of their own."""
-    return method.startswith("methods/")
-
-
-def rival_groups() -> list[Group]:
-    """Returns the trained runs of files of methods/ on the wrong policy, at GRPO's rates."""
-    return [group for group in at_grpos_rate("wrong_policy") if is_rival(group.method)]
-
-
-def rival_names() -> list[str]:
-    """Returns the files of methods/ whose worth was measured, as the data calls them."""
-    names = {name for policy in RIVAL_POLICIES for name in worth_of(policy)}
-    return sorted(filter(is_rival, names))
 
 
 def worth_rows(methods: list[str], policies: dict[str, str]) -> Table:
@@ -587,11 +500,12 @@ def rivals() -> Table:
     }
     table = [["method", "updates", "rate", "seeds", "area over GRPO", "end over GRPO",
               "p of the end, corrected", "cut"]]  # fmt: skip
-    for group in sorted(rival_groups()):
-        cells = [group.method, str(group.updates), group.rate, group.seeds()]
-        p_corrected = found[group.title(), group.rate, group.method, "end"].get("p_holm", "")
-        cells += [group.area(), group.end(), f"{p_corrected:.2}" if p_corrected else ""]
-        table.append([*cells, group.cut()])
+    trained = at_grpos_rate("wrong_policy")
+    for group in sorted(group for group in trained if group.method.startswith(RIVAL)):
+        cells = group.cells()
+        p = found[group.title(), group.rate, group.method, "end"].get("p_holm", "")
+        row = [cells[name] for name in ("method", "updates", "rate", "seeds", "area", "end")]
+        table.append([*row, f"{p:.2}" if p else "", cells["cut"]])
     return table
 
 
@@ -600,14 +514,15 @@ def smollm2_float32() -> Table:
     groups = [group for group in at_grpos_rate("smollm2_float32") if len(group.lines()) >= 8]
     return table_of(groups, {
         "method": "method", "rate": "rate", "above 0.3, 0.5, 0.8": "heights",
-        "ends above GRPO": "above_grpo", "end, lowest to highest": "sampled_range",
+        "ends above GRPO": "above GRPO", "end, lowest to highest": "range",
         "median": "median", "cut": "cut", "completions a rollout": "completions",
     })  # fmt: skip
 
 
 def rivals_worth() -> Table:
     """The same as `worth` for files of methods/."""
-    return worth_rows(rival_names(), RIVAL_POLICIES)
+    names = set().union(*map(worth_of, RIVAL_POLICIES))
+    return worth_rows(sorted(name for name in names if name.startswith(RIVAL)), RIVAL_POLICIES)
 
 
 def predictions() -> list[tuple[str, Group, Group, list[float], list[float]]]:
@@ -627,7 +542,7 @@ def predictions() -> list[tuple[str, Group, Group, list[float], list[float]]]:
             found.append((study, grpo, grpo.of(HALF), [1 / half, 1 / high, 1 / low], [2.0] * 3))
         for method, row in rows.items():
             worth = measured(row, "adam")
-            if method in PLANNED and grpo.of(method).is_there() and worth[0] != 1:
+            if method in PLANNED and grpo.of(method).lines() and worth[0] != 1:
                 completions = measured(row, "completions")
                 found.append((study, grpo.of(method), grpo, worth, completions))
     return found
@@ -658,10 +573,9 @@ def tokens() -> Table:
     table = [["method", "weight of a result digit", "of the first wrong token",
               f"its AUROC ({wrong})", "its AUROC among result digits", "EffN/T"]]  # fmt: skip
     for before, after in zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True):
-        cells = [NAMES.get(before["credit"], before["credit"])]
-        for name in ("result", "first_wrong", "auroc", "auroc_among_results", "effn"):
-            cells.append(f"{float(before[name]):.2f} / {float(after[name]):.2f}")  # noqa: PERF401
-        table.append(cells)
+        names = ("result", "first_wrong", "auroc", "auroc_among_results", "effn")
+        pairs = [f"{float(before[name]):.2f} / {float(after[name]):.2f}" for name in names]
+        table.append([NAMES.get(before["credit"], before["credit"]), *pairs])
     return table
 
 
@@ -678,8 +592,6 @@ MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def markdown(table: Table) -> str:
     """Returns a table as Markdown."""
-    if not table[1:]:
-        return "No runs yet.\n"
     rule = ["---"] * len(table[0])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [table[0], rule, *table[1:]])
 
@@ -694,39 +606,37 @@ def rewritten(page: str) -> str:
 
 
 # ---- Figures -------------------------------------------------------------------------------------
+def title_of(grpo: Group) -> str:
+    """Returns the title of a panel: what all its runs have in common."""
+    return f"{grpo.title()}{grpo.method.removeprefix(GRPO)}\nrate {grpo.rate}"
+
+
 def draw_differences(path: Path, studies: list[Group]) -> None:
     """Saves how far the main methods end above GRPO, with a panel a study and a dot a seed."""
     figure, grid = plt.subplots(
         2, 3, figsize=(10, 6), layout="constrained", sharex=True, sharey=True
     )
-    panels = list(grid.flat)
-    for panel in panels[len(studies) :]:
-        panel.remove()
-    for panel, grpo in zip(panels, studies, strict=False):
+    for panel, grpo in zip(grid.flat, studies, strict=False):
         panel.axvline(0, color="black", linewidth=1)
         panel.tick_params(labelbottom=True)
         for place, (method, color) in enumerate(SHOWN.items()):
             group = grpo.beside(method)
-            if not group.is_there():
+            if not group.lines():
                 panel.text(0, place, " not run", color="#666666", va="center")
                 continue
             own, others = pairs_of(group, grpo)
-            values = own[:, -1] - others[:, -1]
-            panel.plot(values, [place] * len(values), "o", color=color, markersize=5, alpha=0.45)
-            row = comparison(group, grpo, "end")
-            if row["low"] != "":
-                limits = [row["low"], row["high"]]
-                panel.plot(limits, [place, place], color=color, linewidth=3, alpha=0.6)
-                panel.plot(row["more"], place, "D", color=color, markeredgecolor="white")
-        title = f"{grpo.title()}{grpo.method.removeprefix(GRPO)}\nrate {grpo.rate}"
-        panel.set_title(title, loc="left", fontsize=10)
+            row = compared(group, grpo, "end")
+            interval = [row[name] for name in ("more", "low", "high") if row["low"] != ""]
+            draw_dots(panel, place, color, own[:, -1] - others[:, -1], interval)
+        panel.set_title(title_of(grpo), fontsize=10)
         panel.grid(axis="x", alpha=0.3)
+    for panel in list(grid.flat)[len(studies) :]:
+        panel.remove()
     labels = [f"{name} (oracle)" if name == "least variance" else name for name in SHOWN]
-    panels[0].set_yticks(range(len(SHOWN)), labels)
-    panels[0].invert_yaxis()
+    grid[0, 0].set_yticks(range(len(SHOWN)), labels)
+    grid[0, 0].invert_yaxis()
     figure.supxlabel("difference from GRPO in held-out sampled accuracy at the end", fontsize=10)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def draw_curves(path: Path, studies: list[Group]) -> None:
@@ -734,26 +644,25 @@ def draw_curves(path: Path, studies: list[Group]) -> None:
     figure, panels = plt.subplots(1, len(studies), figsize=(14, 4.2), layout="constrained")
     for panel, grpo in zip(panels, studies, strict=True):
         study = STUDIES[grpo.study]
+        rollouts = np.arange(0, study.rollouts + 1, study.every)
         curves_of = {}  # method -> seed -> curve
         for method in (*SHOWN, GRPO):
             group = grpo.beside(method)
             if len(group.lines()) >= FEWEST_SEEDS and not group.failed_seeds():
                 curves_of[method] = group.curves()
-        seeds = set.intersection(*(set(curves) for curves in curves_of.values()))
-        rollouts = np.arange(0, study.rollouts + 1, study.every)
+        seeds = set.intersection(*map(set, curves_of.values()))
         for method, curves in curves_of.items():
             mean = np.mean([curves[seed] for seed in seeds], 0)
-            width = 2.5 if method == GRPO else 1.5
-            panel.plot(rollouts, mean, color=COLORS[method], linewidth=width, label=method)
-        title = f"{grpo.title()}{grpo.method.removeprefix(GRPO)}, rate {grpo.rate}"
-        panel.set_title(title, loc="left", fontsize=10)
-        panel.set_xticks(rollouts)
-        panel.set_xlabel(f"rollouts of {study.completions} completions")
+            panel.plot(rollouts, mean, color=COLORS[method], linewidth=2, label=method)
+        panel.set(
+            title=title_of(grpo),
+            xticks=rollouts,
+            xlabel=f"rollouts of {study.completions} completions",
+        )
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8, title=f"{len(seeds)} seeds", title_fontsize=8)
     panels[0].set_ylabel("held-out sampled accuracy, mean over seeds")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from argparse import Namespace
 
 import make_policies
 import pytest
@@ -22,8 +23,14 @@ def test_a_command_trains_the_study_with_the_flags_of_the_method(tmp_path):
     assert sizes == (200, 4, 4)
 
 
+def test_cores_are_counted_where_no_affinity_is_known(monkeypatch):
+    monkeypatch.delattr(studies.os, "sched_getaffinity")
+    monkeypatch.setattr(studies.os, "cpu_count", lambda: 8)
+    assert studies.cores() == 8
+
+
 def test_every_planned_run_has_a_folder_of_its_own():
-    runs = studies.planned_runs()
+    runs = studies.chosen_runs(Namespace(studies=[], methods=None))
     assert len({run.folder for run in runs}) == len(runs) == len(set(runs)) > 300
 
 

@@ -1,7 +1,6 @@
 """Shows where each method puts its weight, on the same completions, before and after training.
 
-    python results/token_pictures.py runs/default                          # the table
-    python results/token_pictures.py runs/smollm2 --problems 8 --picture
+    python results/decisive_tokens.py runs/default
 
 If the steps of a solution are known, as in the embedded task, so are the tokens that decide: the
 digits of every step's result. For each method, the table has means over 4 completions of each
@@ -15,8 +14,7 @@ held-out problem, by the untrained policy and by that of a run's folder:
     gini, effn           how concentrated the weights are
     wrong                how many completions have a wrong token
 
-The table is results/data/decisive_tokens/table.csv. With --picture, only methods.png is written
-there: the first wrong completion of the run's policy, under four methods.
+The table is results/data/decisive_tokens/table.csv.
 """
 
 import argparse
@@ -31,7 +29,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import matplotlib
 import torch
 from studies import write_csv
 from torch import Tensor
@@ -39,10 +36,6 @@ from torch import Tensor
 from common.credit import weight_stats
 from common.task import token_roles
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-DATA = ROOT / "results/data/decisive_tokens"
 METHODS = {  # --credit -> its script
     "arca": "grpo_arca",
     "surprisal": "grpo_arca",
@@ -54,12 +47,6 @@ METHODS = {  # --credit -> its script
     "p_trace": "grpo_strace",
     "s_trace": "grpo_strace",
 }
-TITLES = {  # of the methods in the picture
-    "arca": "ARCA: how far has the adapter moved the policy here?",
-    "oar_p": "OAR-P: how does the answer change if this token is replaced?",
-    "oar_g": "OAR-G: how does the answer change with this token's embedding?",
-    "s_trace": "S-trace: which later tokens does its ratio reach?",
-}
 SAMPLES = 4  # of a problem
 AT_ONCE = 128  # completions that are scored together
 KEPT_FLAGS = (  # those of a run on which its policy and its task depend
@@ -68,9 +55,6 @@ KEPT_FLAGS = (  # those of a run on which its policy and its task depend
     "eval_dataset_name", "prompt_column", "answer_column", "system_prompt", "chat_template_kwargs",
     "max_completion_length", "temperature", "top_p",
 )  # fmt: skip
-NARROWEST = 60  # characters in a line of the picture
-WIDEST = 92
-FULL_TINT = 3.0  # the weight that has the full tint
 
 
 # ---- Policies and completions --------------------------------------------------------------------
@@ -93,12 +77,12 @@ def sample(run: Any, module: Any) -> Any:
     return replace(batch, advantages=torch.ones(len(rows)), loss_mask=batch.mask)
 
 
-def scored(flags: list[str], credits: list[str]) -> dict[str, list[Any]]:
+def scored(flags: list[str]) -> dict[str, list[Any]]:
     """Returns, for each method, the same samples in parts that have its weights."""
     parts: dict[str, list[Any]] = {}
     batch = None
-    for credit in credits:
-        module = importlib.import_module(METHODS[credit])
+    for credit, script in METHODS.items():
+        module = importlib.import_module(script)
         run = module.Run(module.parse_args([*flags, "--credit", credit]))
         batch = batch or sample(run, module)
         rows = torch.arange(len(batch.rows)).split(AT_ONCE)
@@ -149,69 +133,21 @@ def table_row(parts: list[Any]) -> dict[str, float]:
     return means | {"wrong": len(found["first_wrong"])}
 
 
-# ---- The picture ---------------------------------------------------------------------------------
-def draw_completion(axis: Any, pieces: list[str], weights: list[float], wrong: int) -> None:
-    """Draws a completion as lines of monospaced text, each token on its tint."""
-    columns = axis.get_xlim()[1]
-    x = 0
-    y = 0.0
-    for i, piece in enumerate(pieces):
-        if x + len(piece) > columns:
-            x = 0
-            y -= 0.8
-        tint = min(weights[i] / FULL_TINT, 1.0)
-        box = plt.Rectangle((x, y - 0.27), len(piece), 0.68, color="#D55E00", alpha=tint, lw=0)
-        axis.add_patch(box)
-        for k, character in enumerate(piece.replace("\n", " ")):
-            axis.text(x + k + 0.5, y, character, family="monospace", fontsize=11, ha="center")
-        if i == wrong:
-            axis.plot([x, x + len(piece)], [y - 0.3, y - 0.3], color="black", linewidth=2)
-        x += len(piece)
-
-
-def draw_picture(parts: dict[str, list[Any]], path: Path) -> None:
-    """Draws the first wrong completion under each method, its first wrong token underlined."""
-    batches = {credit: own[0] for credit, own in parts.items()}
-    first = batches["arca"]
-    if first.rewards.min() > 0:
-        sys.exit("no completion is wrong: try more --problems")
-    row = first.rewards.tolist().index(0.0)
-    problem = first.problems[row]
-    pieces = first.pieces[row]
-    wrong = token_roles(pieces, problem).index("first_wrong")
-    columns = max(NARROWEST, min(WIDEST, len("".join(pieces))))
-    figure, axes = plt.subplots(len(batches), 1, figsize=(0.12 * columns, 1.1 * len(batches)))
-    for axis, (credit, batch) in zip(axes, batches.items(), strict=True):
-        axis.set_xlim(0, columns)
-        axis.set_ylim(-1.3, 1.2)
-        axis.axis("off")
-        axis.text(0, 0.75, TITLES[credit], fontsize=12, fontweight="bold")
-        draw_completion(axis, pieces, batch.weights[row].tolist(), wrong)
-    prompt = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
-    figure.suptitle(f"{prompt}  (right: {problem.answer})", x=0.02, ha="left")
-    figure.tight_layout(rect=(0, 0, 1, 0.98))
-    figure.savefig(path, dpi=100)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="of a run")
     parser.add_argument("--problems", type=int, default=200, help="held out, 4 samples each")
-    parser.add_argument("--picture", action="store_true", help="draw methods.png, write no table")
     options = parser.parse_args()
     flags = flags_of(options.folder, options.problems)
     trained = [*flags, f"--start_adapter={options.folder / 'adapter'}"]
-    if options.picture:
-        draw_picture(scored(trained, list(TITLES)), DATA / "methods.png")
-        return
     rows: list[dict[str, Any]] = []
     for policy, own_flags in (("untrained", flags), ("trained", trained)):
-        for credit, parts in scored(own_flags, list(METHODS)).items():
+        for credit, parts in scored(own_flags).items():
             rows.append({"policy": policy, "credit": credit} | table_row(parts))
             print(rows[-1], flush=True)
-    write_csv(rows, DATA / "table.csv")
+    write_csv(rows, ROOT / "results/data/decisive_tokens/table.csv")
 
 
 if __name__ == "__main__":
