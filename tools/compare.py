@@ -1,35 +1,55 @@
-"""Draws runs side by side and prints their table: rewards in training, and how they ended.
+"""Draws runs side by side, and prints how they ended and what they have over each other.
 
+    pip install -r results/requirements.txt
     python tools/compare.py runs/*                   # the picture is ./compare.png
     python tools/compare.py runs/* --output a.pdf
 
 Runs that differ only in the seed, or in where they write, what they save or on what they run, are
-one group. Its name has the first of its folders and what tells it from the other groups. If its
-runs were made by different code, a warning follows the table.
+one group. Its name has the first of its folders and what tells it from the other groups.
 
-The left panel has the mean reward of a group's runs, smoothed over a tenth of the steps, and the
-range of single runs. The right one has the evaluation after the last step, in the figure that
-chooses the best one: a dot for each run, and a bar at the mean. The table has that figure before
-and after training: the mean over the runs and, if there are several, their standard deviation. A
-line reports each folder that is left out because no run has finished there.
+What is compared is the figure that chooses a run's best evaluation. The left panel has its learning
+curves: a thin line for each run, and a thick one for the mean of a group. The table has means
+before and after training, the standard deviation of the latter, how many runs failed, and how many
+versions of the code (`codes`) made them.
+
+If groups share two seeds or more, the right panel has what one has over the other: a dot for each
+seed, a diamond for the mean, and a bar for its 95% t-interval. There is a row for the end of
+training, and one for the *area*, the mean height of the learning curve. A second table has the
+same, also for greedy answers and pass@k. It says which difference such seeds *could show*: with
+four chances in five, one that is truly as large has its whole interval on one side of 0. From eight
+seeds on, `p of flips` is the share of all choices of signs that take the mean as far from 0.
+Nothing is corrected for the number of rows.
+
+A run *failed* if it ends below where it began. A mean would describe no run then, so the table
+names the runs that failed in place of a difference. A line reports each folder that is left out
+because no run has finished there.
 """
 
 import argparse
+import itertools
 import json
+import math
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "results"))
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas
+from paired import area, comparison, smallest_difference
 
 # Okabe and Ito's, which color-blind people can tell apart. Beyond these, other dashes.
-COLORS = ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", ":", "-.")
+AREA = "area of "  # before the name of a figure
+FEWEST_FOR_FLIPS = 8  # with fewer seeds, the p-value of sign flips is at least 0.016
+NUMBERS = ["more", "low", "high", "could_show", "p_flips"]  # of a difference
+SHOWN = ["group", "over", "figure", "seeds", *NUMBERS, "failed"]
 # Flags for where a run writes, its seed and what it runs on, which do not change what it does
 SAME_ANYWAY = {
     "seed",
@@ -55,11 +75,15 @@ class Run(NamedTuple):
 
     folder: Path
     config: dict[str, Any]  # what tells it from runs of other groups
+    seed: int
     commit: str  # of its code, and a digest of its script, which git may ignore
-    rewards: pandas.Series  # by step; NaN where no reward function applied
-    metric: str  # the figure of the next two
-    before: float
-    after: float
+    metric: str  # the figure that chooses the best evaluation
+    curve: pandas.Series  # its values by step
+    figures: dict[str, float]  # of the last evaluation, which are compared
+
+    def has_failed(self) -> bool:
+        """Returns whether it ends below where it began."""
+        return self.curve.iloc[-1] < self.curve.iloc[0]
 
 
 Groups = dict[str, list[Run]]  # the runs of a group by its label
@@ -83,95 +107,148 @@ def read_run(folder: Path) -> Run:
     told = {name: value for name, value in config.items() if name not in SAME_ANYWAY}
     for name in ("gradient_accumulation_steps", "steps_per_generation"):
         told[name] *= environment["hardware"]["processes"]
-    rows = pandas.read_json(folder / "metrics.jsonl", lines=True)
-    updates = rows[rows["loss"].notna()].set_index("step") if "loss" in rows else rows[:0]
+    rows = pandas.read_json(folder / "metrics.jsonl", lines=True).set_index("step")
     (metric,) = summary["best"].keys() - {"step", "weights"}
+    names = [metric, *(k for k in summary["after"] if k.startswith(("greedy", "pass@")))]
     return Run(
         folder.resolve(),
         told | {"script": Path(environment["command"][0]).stem},
+        config["seed"],
         f"{environment['commit']} {config.get('code of the script')}",
-        updates.get("reward", pandas.Series(dtype=float)).astype(float),
         metric,
-        summary["before"].get(metric, float("nan")),
-        summary["after"][metric],
+        rows["eval"].dropna().str.get(metric).astype(float),
+        {name: summary["after"][name] for name in names},
     )
-
-
-def differences(config: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """Returns "flag value, ..." for each flag in which a group differs from any other one.
-
-    A flag that the other one does not have, such as a method's own, tells nothing.
-    """
-    found = []
-    for name, value in sorted(config.items()):
-        if any(name in other and other[name] != value for other in others):
-            found.append(f"{name} {value}")
-    return ", ".join(found)
 
 
 def groups_of(runs: list[Run]) -> Groups:
-    """Returns the runs of each group by its label: its folders, and what differs."""
+    """Returns the runs of each group by its label: number, first folder, and what differs.
+
+    A flag that no other group has, such as a method's own, tells nothing.
+    """
     members: dict[str, list[Run]] = {}
     for run in runs:
         members.setdefault(json.dumps(run.config, sort_keys=True), []).append(run)
-    configs = [group[0].config for group in members.values()]
+    configs = [pandas.Series(group[0].config, dtype=object) for group in members.values()]
+    texts = pandas.DataFrame([config.map(str) for config in configs]).sort_index(axis=1)
+    telling = texts.loc[:, texts.nunique() > 1]  # which does not count what is missing
     groups = {}
-    for number, group in enumerate(members.values(), 1):
-        label = f"{number}  {group[0].folder.name}"
-        if len(group) > 1:
-            label += f" and {len(group) - 1} more"
-        telling = differences(group[0].config, configs)
-        groups[f"{label}: {telling}" if telling else label] = group
+    for place, group in enumerate(members.values()):
+        flags = [f"{name} {value}" for name, value in telling.iloc[place].dropna().items()]
+        label = f"{place + 1}  {group[0].folder.name}: {', '.join(flags)}"
+        groups[label.removesuffix(": ")] = group
     return groups
 
 
-# ---- The table and the picture -------------------------------------------------------------------
-def with_spread(values: list[float]) -> str:
-    """Returns "mean", or "mean (standard deviation)" of several values."""
-    series = pandas.Series(values)
-    deviation = f" ({series.std():.3f})" if len(values) > 1 else ""
-    return f"{series.mean():.3f}{deviation}"
-
-
-def table(groups: Groups) -> str:
-    """Returns a line for each group, and a warning for each whose runs differ in their code."""
-    lines = [f"{'runs':6}{'before':15}{'after':15}{'figure':18}group"]
-    warnings = []
+# ---- Tables --------------------------------------------------------------------------------------
+def ends_of(groups: Groups) -> pandas.DataFrame:
+    """Returns a row for each group: its figure before and after training, and what failed."""
+    rows = []
     for label, runs in groups.items():
-        before = with_spread([run.before for run in runs])
-        after = with_spread([run.after for run in runs])
-        lines.append(f"{len(runs):<6}{before:15}{after:15}{runs[0].metric:18}{label}")
-        commits = sorted({run.commit for run in runs})
-        if len(commits) > 1:
-            warnings.append(f"Warning: the code of group {label} differs: {', '.join(commits)}")
-    return "\n".join(lines + warnings)
-
-
-def draw(groups: Groups, output: Path) -> None:
-    """Draws both panels. Labels, which may be long, stand in full below them."""
-    height = 4.2 + 0.5 * len(groups)
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(12, height), width_ratios=(3, 2), layout="constrained"
+        rows += [
+            {
+                "group": label,
+                "figure": run.metric,
+                "before": run.curve.iloc[0],
+                "after": run.curve.iloc[-1],
+                "failed": run.has_failed(),
+                "code": run.commit,
+            }
+            for run in runs
+        ]
+    by_group = pandas.DataFrame(rows).groupby(["group", "figure"], sort=False, as_index=False)
+    return by_group.agg(
+        runs=("after", "size"),
+        before=("before", "mean"),
+        after=("after", "mean"),
+        deviation=("after", "std"),
+        failed=("failed", "sum"),
+        codes=("code", "nunique"),
     )
+
+
+def differences(groups: Groups) -> pandas.DataFrame:
+    """Returns what groups have over former ones on the seeds that both have: a row a figure."""
+    rows = []
+    for (former, others), (label, own) in itertools.combinations(groups.items(), 2):
+        metric = own[0].metric
+        runs = {("own", run.seed): run for run in own} | {
+            ("other", run.seed): run for run in others
+        }
+        figures = pandas.DataFrame({key: run.figures for key, run in runs.items()})
+        # A resume adds an evaluation, which other runs lack.
+        curves = pandas.DataFrame({key: run.curve for key, run in runs.items()}).dropna()
+        figures.loc[f"{AREA}{metric}"] = area(curves.T, curves.index)
+        more = (figures["own"] - figures["other"]).dropna(axis=1, how="all")  # of shared seeds
+        if len(more.columns) < 2 or others[0].metric != metric:
+            continue
+        failed = [run.folder.name for run in own + others if run.seed in more and run.has_failed()]
+        for figure, values in more.iterrows():
+            row = {
+                "group": short(label),
+                "over": short(former),
+                "figure": figure,
+                "is_main": figure.endswith(metric),
+                "could_show": smallest_difference(values),
+                "failed": ", ".join(failed),
+                "values": values,
+            }
+            rows.append(row | comparison(values.to_numpy()))
+    table = pandas.DataFrame(rows, columns=[*SHOWN, "is_main", "values"])
+    table.loc[table["seeds"] < FEWEST_FOR_FLIPS, "p_flips"] = math.nan
+    table.loc[table["failed"] != "", NUMBERS] = math.nan  # a mean would describe no run
+    return table
+
+
+def as_text(table: pandas.DataFrame) -> str:
+    """Returns a table to print."""
+    return table.to_string(index=False, float_format="%.3f", na_rep="")
+
+
+def short(label: str) -> str:
+    """Returns the number at the beginning of a label, or all of a label without one."""
+    return label.partition("  ")[0]
+
+
+# ---- The picture ---------------------------------------------------------------------------------
+def draw_dots(panel: Any, place: int, color: str, values: Any, interval: list[float]) -> None:
+    """Draws a dot for each value, and a diamond and a bar for a mean and the ends of its interval.
+
+    These three numbers may be missing, or NaN.
+    """
+    panel.plot(values, [place] * len(values), "o", color=color, markersize=5, alpha=0.45)
+    panel.plot(interval[1:], [place] * len(interval[1:]), color=color, linewidth=3, alpha=0.6)
+    panel.plot(interval[:1], [place] * len(interval[:1]), "D", color=color, markeredgecolor="white")
+
+
+def draw(groups: Groups, table: pandas.DataFrame, output: Any) -> None:
+    """Draws the panels. Labels of groups, which may be long, stand in full below them."""
+    pairs = table[table["is_main"]].reset_index()
+    names = ["left", "right"] if len(pairs) else ["left"]
+    figure, panels = plt.subplot_mosaic(
+        [names],
+        figsize=(13, 4.2 + 0.5 * max(len(groups), len(pairs))),
+        layout="constrained",
+    )
+    colors = dict(zip(map(short, groups), itertools.cycle(COLORS)))
     for place, (label, runs) in enumerate(groups.items()):
-        color = COLORS[place % len(COLORS)]
+        color = colors[short(label)]
         dashes = DASHES[place // len(COLORS) % len(DASHES)]
-        rewards = pandas.concat([run.rewards for run in runs], axis=1)  # a column for each run
-        window = len(rewards) // 10 + 1
-        smooth = rewards.rolling(window, center=True, min_periods=1).mean()
-        lowest = smooth.min(axis=1)
-        left.fill_between(smooth.index, lowest, smooth.max(axis=1), color=color, alpha=0.12)
-        left.plot(smooth.mean(axis=1), color=color, linestyle=dashes, label=label)
-        after = pandas.Series([run.after for run in runs])
-        right.plot(after, [place + 1] * len(runs), "o", color=color, alpha=0.6)
-        right.plot(after.mean(), place + 1, "|", color=color, markersize=24, markeredgewidth=3)
-    left.set_title("Reward in training")
-    left.set_xlabel("step")
-    right.set_title("Held-out problems after the last step")
-    right.set_xlabel(", ".join(sorted({runs[0].metric for runs in groups.values()})))
-    right.set_ylabel("group")
-    right.set_yticks(range(1, len(groups) + 1))
-    right.set_ylim(len(groups) + 0.5, 0.5)
+        curves = pandas.DataFrame({run.folder: run.curve for run in runs}).dropna()
+        panels["left"].plot(curves, color=color, linestyle=dashes, linewidth=1, alpha=0.3)
+        panels["left"].plot(
+            curves.mean(axis=1), color=color, linestyle=dashes, linewidth=3, label=label
+        )
+    metrics = sorted({runs[0].metric for runs in groups.values()})
+    panels["left"].set(title=f"Held-out {', '.join(metrics)}", xlabel="step")
+    if len(pairs):
+        ticks = pairs["group"] + "\nover " + pairs["over"] + "\n" + pairs["figure"]
+        panels["right"].set(title="Differences", yticks=pairs.index, yticklabels=ticks)
+        panels["right"].axvline(0, color="black", linewidth=1)
+        panels["right"].invert_yaxis()
+    for place, row in pairs.iterrows():
+        interval = [row["more"], row["low"], row["high"]]
+        draw_dots(panels["right"], place, colors[row["group"]], row["values"], interval)
     for text in figure.legend(loc="outside lower left", frameon=False).get_texts():
         text.set_parse_math(False)
         text.set_text(textwrap.fill(text.get_text(), 150))
@@ -191,11 +268,13 @@ def main() -> None:
             runs.append(read_run(folder))
         else:
             print(f"{folder} is left out: no run has ended there", file=sys.stderr)
-    if not runs:
-        parser.error("there is nothing to draw")
     groups = groups_of(runs)
-    draw(groups, options.output)
-    print(f"{table(groups)}\n{options.output}")
+    table = differences(groups)
+    draw(groups, table, options.output)
+    print(as_text(ends_of(groups)))
+    if len(table):
+        print(f"\n{as_text(table[SHOWN])}")
+    print(options.output)
 
 
 if __name__ == "__main__":

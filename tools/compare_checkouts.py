@@ -9,6 +9,7 @@ its folder runs/, and a case that is done there is not run again.
 """
 
 import filecmp
+import itertools
 import json
 import os
 import shutil
@@ -36,10 +37,9 @@ def cases() -> dict[str, tuple[str, str]]:
     found = {}
     for script in ("grpo_arca", "grpo_oar", "grpo_strace"):
         credits = get_args(get_type_hints(__import__(script).Args)["credit"])
-        for credit in credits:
-            for dtype in ("float32", "bfloat16"):
-                flags = f"{LONG} --credit {credit} --dtype {dtype}"
-                found[f"{script}-{credit}-{dtype}"] = (script, flags)
+        for credit, dtype in itertools.product(credits, ("float32", "bfloat16")):
+            flags = f"{LONG} --credit {credit} --dtype {dtype}"
+            found[f"{script}-{credit}-{dtype}"] = (script, flags)
     arca = {
         "default_run": "",
         "dapo": f"{SHORT} --loss_type dapo --beta 0.05 --credit divergence",

@@ -51,25 +51,22 @@ and batch.
 import argparse
 import copy
 import hashlib
-import inspect
 import itertools
 import logging
 import math
 import multiprocessing
-import os
 import shlex
 import sys
-import time
 import types
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "results")]
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the scripts
 
 import numpy as np
@@ -77,9 +74,12 @@ import pandas
 import torch
 import transformers
 from fork import fork
+from studies import cores
 from torch import Tensor
+from tqdm import tqdm
 
 import grpo_arca as trainer
+from common import fail
 
 UNIFORM = "uniform (GRPO)"
 HALF = "half of the groups"
@@ -99,17 +99,6 @@ Measured = dict[str, Tensor]  # what the file of a batch holds: gradients by the
 
 
 # ---- Gradients: what a process computes ----------------------------------------------------------
-class Job(NamedTuple):
-    """One batch to measure."""
-
-    path: Path  # of its file
-    batch: int  # its number, which determines problems and samples
-    methods: dict[str, str]  # key in the file -> method
-    flags: tuple[str, ...]  # of all methods
-    updates: int  # before the gradients
-    coordinates: int  # to keep of a gradient
-
-
 def source_of(path: Path) -> str:
     """Returns the text of a script, or of the one that a method's file becomes."""
     text = path.read_text()
@@ -179,44 +168,41 @@ def gradient(script: Any, run: trainer.Run, micros: list[trainer.Batch]) -> Tens
     return total
 
 
-def measure(job: Job) -> None:
-    """Adds to the file of a batch the gradients that it lacks."""
-    run = prepare(job.flags)
-    run.updates_per_rollout = job.updates + 1  # more than one: `score` keeps the old log-probs
-    run.step = job.batch * run.updates_per_rollout
+def measure(
+    path: Path, methods: dict[str, str], flags: tuple[str, ...], updates: int, coordinates: int
+) -> None:
+    """Adds to the file of a batch the gradients that it lacks.
+
+    The name of the file is the number of the batch, which determines problems and samples. A method
+    stands for its key in the file. There are so many `updates` before the gradients, of which so
+    many `coordinates` are kept.
+    """
+    run = prepare(flags)
+    run.updates_per_rollout = updates + 1  # more than one: `score` keeps the old log-probs
+    run.step = int(path.stem) * run.updates_per_rollout
     rollout = trainer.collect(run, {})
-    found = load(job.path) | {"reward": rollout.rewards.nanmean().cpu()}
-    missing = {key: method for key, method in job.methods.items() if key not in found}
-    scored_under = {key: scored(run, rollout, method, job.flags) for key, method in missing.items()}
-    _, _, micros = scored(run, rollout, UNIFORM, job.flags)
-    for _ in range(job.updates):
+    found = load(path) | {"reward": rollout.rewards.nanmean().cpu()}
+    missing = {key: method for key, method in methods.items() if key not in found}
+    scored_under = {key: scored(run, rollout, method, flags) for key, method in missing.items()}
+    _, _, micros = scored(run, rollout, UNIFORM, flags)
+    for _ in range(updates):
         trainer.update(run, micros)
     for key, of_method in scored_under.items():
         whole = gradient(*of_method)
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-        found[key] = whole[order[: job.coordinates].sort().values]
+        found[key] = whole[order[:coordinates].sort().values]
     run.policy.load_state_dict(run.start_weights, strict=False)
     run.optimizer.state.clear()
 
-    job.path.parent.mkdir(parents=True, exist_ok=True)
-    partial = job.path.with_suffix(".partial")  # so that an interruption leaves no half file
-    torch.save(found, partial)
-    partial.rename(job.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")  # so that an interruption leaves no half file
+    torch.save(found, unfinished)
+    unfinished.rename(path)
 
 
 def load(path: Path) -> Measured:
     """Returns what has been measured of a batch."""
     return torch.load(path, mmap=True) if path.exists() else {}
-
-
-def measure_all(jobs: list[Job], processes: int) -> None:
-    """Measures batches, and says how many minutes are left."""
-    began = time.time()
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        done = map(measure, jobs) if processes == 1 else pool.map(measure, jobs)
-        for count, _ in enumerate(done, 1):
-            minutes = (time.time() - began) / count * (len(jobs) - count) / 60
-            print(f"[{count}/{len(jobs)}] {minutes:.1f} min left", file=sys.stderr, flush=True)
 
 
 # ---- Figures from gradients ----------------------------------------------------------------------
@@ -319,13 +305,10 @@ def shown_figure(row: dict[str, Any], key: str) -> str:
     """
     cells = []
     for end in ("", "_low", "_high"):
-        number = row[key + end]
+        number = min(row[key + end], 1.0 if key == "direction" else math.inf)
         has_signal = math.isfinite(number) and len(f"{number:.2f}") < 6
-        if key == "direction":
-            number = min(number, 1.0)
         cells.append(f"{number:.2f}" if has_signal else "?")
-    value, low, high = cells
-    return f"{value} ({low} - {high})"
+    return "{} ({} - {})".format(*cells)
 
 
 def batches_to_tell(value: float, low: float, high: float, batches: int) -> str:
@@ -378,11 +361,6 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 # ---- Command line --------------------------------------------------------------------------------
-def fail(message: str) -> NoReturn:
-    """Ends the program with a sentence about the user's mistake."""
-    sys.exit(f"worth.py: error: {message}")
-
-
 def digest(*parts: object) -> str:
     """Returns a short name for something."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
@@ -402,14 +380,12 @@ def keys_of(methods: list[str], flags: tuple[str, ...]) -> dict[str, str]:
     return keys
 
 
-def folder_name(run: trainer.Run, *others: object) -> str:
+def folder_name(flags: tuple[str, ...], *others: object) -> str:
     """Returns a name that changes with all that the batches depend on."""
-    functions = [function for function in run.reward_funcs.values() if function is not None]
-    sources = [Path(str(inspect.getsourcefile(function))) for function in functions]
-    sources += [Path(str(trainer.__file__)), *sorted((ROOT / "common").glob("*.py"))]
-    texts = [source.read_text() for source in sources]
-    flags = {name: value for name, value in vars(run.args).items() if name != "output_dir"}
-    return digest(run.identity, flags, texts, others)
+    run = prepare(flags)
+    config = {name: value for name, value in run.config.items() if name != "output_dir"}
+    texts = [source.read_text() for source in sorted(ROOT.glob("common/*.py"))]
+    return digest(run.identity, config, texts, others)
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
@@ -422,8 +398,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...]]
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--updates", type=int, default=0, help="on a batch before its gradients")
     parser.add_argument("--coordinates", type=int, default=2**20, help="of a gradient, kept")
-    cores = 1 if trainer.CUDA else len(os.sched_getaffinity(0))
-    parser.add_argument("--processes", type=int, default=cores)
+    parser.add_argument("--processes", type=int, default=1 if trainer.CUDA else cores())
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/worth")
     parser.add_argument("--output", type=Path, help="the table as .csv")
     options = parser.parse_args(argv[:split])
@@ -438,15 +413,21 @@ def main() -> None:
     run = prepare(flags)
     if run.rollout_size // run.args.num_generations % 2 == 1:
         fail("the control takes half of the groups of a rollout: make their number even")
-    name = folder_name(run, flags, options.updates, options.coordinates)
-    jobs = []
-    for batch in range(options.batches):
-        path = options.folder / name / f"{batch}.pt"
-        jobs.append(Job(path, batch, methods, flags, options.updates, options.coordinates))
-    todo = [job for job in jobs if set(methods) - load(job.path).keys()]
-    measure_all(todo, options.processes)
+    name = folder_name(flags, options.updates, options.coordinates)
+    paths = [options.folder / name / f"{batch}.pt" for batch in range(options.batches)]
+    todo = [path for path in paths if set(methods) - load(path).keys()]
+    fill = partial(
+        measure,
+        methods=methods,
+        flags=flags,
+        updates=options.updates,
+        coordinates=options.coordinates,
+    )
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        done = map(fill, todo) if options.processes == 1 else pool.map(fill, todo)
+        list(tqdm(done, total=len(todo), unit="batch", disable=not todo))
 
-    found = [load(job.path) for job in jobs]
+    found = [load(path) for path in paths]
     gradients = {}
     for key, method in methods.items():
         gradients[method] = torch.stack([batch[key] for batch in found]).double().numpy()
@@ -458,8 +439,7 @@ def main() -> None:
     reward = sum(batch["reward"].item() for batch in found) / len(found)
     print(f"{options.batches} batches, mean reward {reward:.3f}\n{report(rows)}")
     if options.output:
-        table = pandas.DataFrame(rows)
-        table.to_csv(options.output, index=False, float_format="%.4g")
+        pandas.DataFrame(rows).to_csv(options.output, index=False, float_format="%.4g")
 
 
 if __name__ == "__main__":

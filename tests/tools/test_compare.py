@@ -1,20 +1,31 @@
-"""tools/compare.py: which runs are one group, what the groups are called, and what is drawn."""
+"""tools/compare.py: which runs are one group, what is compared, and what is drawn."""
 
 import json
 import sys
 from pathlib import Path
 
 import compare
-import numpy as np
+import pandas
 import pytest
 
 STEPS = 20
+METRIC = "sampled_accuracy"
+T_1 = 12.7062  # 97.5th percentile of Student's t with one degree of freedom, from a table
 
 
 def fake_run(
-    folder: Path, name: str, seed: int, commit: str = "a1", processes: int = 1, **flags: object
+    folder: Path,
+    name: str,
+    seed: int,
+    commit: str = "a1",
+    processes: int = 1,
+    end: float | None = None,
+    **flags: object,
 ) -> Path:
-    """Writes what a run leaves: a thousandth of the squared step, and 0.1 more for each seed."""
+    """Writes what a run leaves that begins at an accuracy of 0.3 and has 0.4 after half its steps.
+
+    The first seed's was resumed, which adds an evaluation.
+    """
     out = folder / f"{name}-{seed}"
     out.mkdir(parents=True)
     environment = {"command": [f"/x/{name}.py", str(seed)], "commit": commit}
@@ -25,15 +36,15 @@ def fake_run(
         "code of the script": f"c{seed}",
     }  # fmt: skip
     (out / "config.json").write_text(json.dumps(config | flags))
-    steps = range(1, STEPS + 1)
-    rows = [{"step": step, "reward": 0.001 * step**2 + 0.1 * seed, "loss": 0.0} for step in steps]
-    rows[4]["reward"] = None  # no reward function applied
-    rows.insert(0, {"step": 0, "eval": {"sampled_accuracy": 0.3}})
+    end = 0.5 + 0.1 * seed if end is None else end
+    curve = {0: 0.3, 10: 0.4, 20: end} if seed > 1 else {0: 0.3, 10: 0.4, 15: 99.0, 20: end}
+    rows = [{"step": step, "eval": {METRIC: height}} for step, height in curve.items()]
+    rows.insert(1, {"step": 1, "reward": 0.5, "loss": 0.0})
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = {
-        "before": {"greedy_accuracy": 0.1, "sampled_accuracy": 0.3},
-        "after": {"greedy_accuracy": 0.9, "sampled_accuracy": 0.5 + 0.1 * seed},
-        "best": {"step": 9, "sampled_accuracy": 0.99, "weights": None},
+        "before": {"greedy_accuracy": 0.1, METRIC: 0.3},
+        "after": {"greedy_accuracy": 0.9, METRIC: end, "truncated_share": 0.0},
+        "best": {"step": 9, METRIC: 0.99, "weights": None},
         "steps": STEPS,
     }
     (out / "summary.json").write_text(json.dumps(summary))
@@ -45,60 +56,78 @@ def groups(*folders: Path) -> compare.Groups:
 
 
 def test_runs_that_differ_in_the_seed_and_in_where_they_ran_are_one_group(tmp_path):
+    """Their ends are 0.6, 0.7 and 0.2."""
     runs = [fake_run(tmp_path, "arca", seed, save_steps=seed, trains="?") for seed in (1, 2)]
     quarter = {"gradient_accumulation_steps": 1, "steps_per_generation": 1}
-    runs += [fake_run(tmp_path, "arca", 3, processes=4, trains="?", **quarter)]
-    found = groups(*runs)
-    assert list(found) == ["1  arca-1 and 2 more"]
-    (members,) = found.values()
-    assert [run.after for run in members] == pytest.approx([0.6, 0.7, 0.8])
-    assert members[1].rewards[2] == pytest.approx(0.204)
-    assert np.isnan(members[1].rewards[5])
+    runs += [fake_run(tmp_path, "arca", 3, "b2", 4, end=0.2, trains="?", **quarter)]
+    (row,) = compare.ends_of(groups(*runs)).itertuples(index=False)
+    assert (row.group, row.figure, row.runs, row.failed, row.codes) == (
+        "1  arca-1",
+        METRIC,
+        3,
+        1,
+        3,
+    )
+    assert (row.before, row.after, row.deviation) == pytest.approx((0.3, 0.5, 0.07**0.5))
 
 
 def test_a_label_is_the_folder_and_what_differs_from_others_that_have_the_flag(tmp_path):
     found = groups(
-        fake_run(tmp_path, "arca", 1, sharpening=1, power=3, rate=0.1),
-        fake_run(tmp_path, "arca", 2, sharpening=2, power=3, rate=0.1),
-        fake_run(tmp_path, "oar", 1, rate=0.1),
+        fake_run(tmp_path, "arca", 1, sharpening=1, power=3, rate=0.1, start=None),
+        fake_run(tmp_path, "arca", 2, sharpening=2, power=3, rate=0.1, start=None),
+        fake_run(tmp_path, "oar", 1, rate=0.1, start=2),
     )
     assert list(found) == [
-        "1  arca-1: credit arca, script arca, sharpening 1",
-        "2  arca-2: credit arca, script arca, sharpening 2",
-        "3  oar-1: credit oar, script oar",
+        "1  arca-1: credit arca, script arca, sharpening 1, start None",
+        "2  arca-2: credit arca, script arca, sharpening 2, start None",
+        "3  oar-1: credit oar, script oar, start 2",
     ]
 
 
-def test_the_table_has_means_and_deviations_and_warns_of_other_code(tmp_path):
-    runs = [fake_run(tmp_path, "arca", 1), fake_run(tmp_path, "arca", 2, commit="b2")]
-    head, line, warning = compare.table(groups(*runs)).splitlines()
-    assert head.split() == ["runs", "before", "after", "figure", "group"]
-    assert line.split()[:6] == ["2", "0.300", "(0.000)", "0.650", "(0.071)", "sampled_accuracy"]
-    assert warning == "Warning: the code of group 1  arca-1 and 1 more differs: a1 c1, b2 c2"
+def test_differences_are_those_on_shared_seeds_at_the_end_and_in_the_area(tmp_path):
+    """The second method ends 0.1 and 0.3 above: 0.2 on average, with a standard error of 0.1.
+
+    That counts for half of the last of the two intervals of a curve, and so for a quarter of all.
+    """
+    runs = [fake_run(tmp_path, "arca", seed) for seed in (1, 2, 3)]
+    runs += [fake_run(tmp_path, "oar", seed, end=0.5 + 0.3 * (seed - 1)) for seed in (2, 3, 4)]
+    end, greedy, area = compare.differences(groups(*runs)).to_dict("records")
+    assert (end["group"], end["over"], end["figure"], end["failed"]) == ("2", "1", METRIC, "")
+    assert (greedy["figure"], area["figure"]) == ("greedy_accuracy", f"area of {METRIC}")
+    for row, share in ((end, 1), (greedy, 0), (area, 0.25)):
+        expected = [share * more for more in (0.2, 0.2 - T_1 * 0.1, 0.2 + T_1 * 0.1)]
+        assert [row["more"], row["low"], row["high"]] == pytest.approx(expected, rel=1e-4)
+    assert pandas.isna(end["p_flips"])  # two seeds are too few
 
 
-def test_each_group_has_its_line_and_dots(tmp_path):
+def test_from_eight_seeds_on_signs_are_flipped_and_a_failed_run_leaves_its_name(tmp_path):
+    runs = [fake_run(tmp_path, "arca", seed) for seed in range(1, 9)]
+    runs += [fake_run(tmp_path, "oar", seed, end=0.8 + 0.1 * seed) for seed in range(1, 9)]
+    runs += [fake_run(tmp_path, "p", seed, end=0.1 * seed) for seed in range(1, 9)]
+    table = compare.differences(groups(*runs)).query("figure == @METRIC")
+    assert table["p_flips"].tolist()[0] == 2 / 2**8  # all signs as they are, and all flipped
+    assert table["failed"].tolist() == ["", "p-1, p-2", "p-1, p-2"]
+    assert table[1:][compare.NUMBERS].isna().all(axis=None)
+
+
+def test_each_group_has_its_lines_and_each_pair_its_dots(tmp_path):
     runs = [fake_run(tmp_path, "arca", seed, text="$\\boxed{$" * 40) for seed in (1, 2, 3)]
-    compare.draw(groups(*runs, fake_run(tmp_path, "oar", 1, text="")), tmp_path / "c.png")
+    runs += [fake_run(tmp_path, "oar", seed, end=0.9, text="") for seed in (1, 2)]
+    found = groups(*runs)
+    compare.draw(found, compare.differences(found), tmp_path / "c.png")
     figure = compare.plt.gcf()
     left, right = figure.axes
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [text[:8] for text in texts] == ["1  arca-", "2  oar-1"]
-    steps, rewards = left.lines[0].get_data()
-    assert rewards[8:-1] == pytest.approx(
-        0.001 * (steps[8:-1] ** 2 + 2 / 3) + 0.2
-    )  # means of three
-    assert list(right.lines[0].get_xdata()) == pytest.approx([0.6, 0.7, 0.8])
+    assert left.lines[3].get_ydata() == pytest.approx([0.3, 0.4, 0.7])  # the mean of three
+    assert right.lines[1].get_xdata() == pytest.approx([0.3, 0.2])  # after the line at 0
 
 
 def test_the_command_leaves_out_what_is_not_a_finished_run(tmp_path, monkeypatch, capsys):
-    run = fake_run(tmp_path, "arca", 1)
-    goes_on = fake_run(tmp_path, "arca", 2, max_steps=600)
+    others = [str(tmp_path), str(fake_run(tmp_path, "arca", 2, max_steps=600))]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["compare.py", str(run), str(tmp_path), str(goes_on)])
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(fake_run(tmp_path, "arca", 1)), *others])
     compare.main()
     out, err = capsys.readouterr()
-    assert out.endswith("1  arca-1\ncompare.png\n")
-    assert err == "".join(
-        f"{folder} is left out: no run has ended there\n" for folder in (tmp_path, goes_on)
-    )
+    assert out.split()[-1] == "compare.png"
+    assert err == "".join(f"{folder} is left out: no run has ended there\n" for folder in others)
