@@ -385,7 +385,7 @@ def folder_name(flags: tuple[str, ...], *others: object) -> str:
     run = prepare(flags)
     config = {name: value for name, value in run.config.items() if name != "output_dir"}
     texts = [source.read_text() for source in sorted(ROOT.glob("common/*.py"))]
-    return digest(run.identity, config, texts, others)
+    return digest(run.identity, config, texts, flags, others)
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
