@@ -14,15 +14,15 @@ versions of the code (`codes`) made them.
 
 If groups share two seeds or more, the right panel has what one has over the other: a dot for each
 seed, a diamond for the mean, and a bar for its 95% t-interval. There is a row for the end of
-training, and one for the *area*, the mean height of the learning curve. A second table has the
-same, also for greedy answers and pass@k. It says which difference such seeds *could show*: with
-four chances in five, one that is truly as large has its whole interval on one side of 0. From eight
-seeds on, `p of flips` is the share of all choices of signs that take the mean as far from 0.
-Nothing is corrected for the number of rows.
+training, and one for the *area*, the mean height of the learning curve. A second table has these
+numbers (`more`, from `low` to `high`), also for greedy answers and pass@k. Such seeds would have
+shown a true difference of the size `could_show` with four chances in five: the whole interval
+would be on one side of 0. From eight seeds on, `p_flips` is the share of all choices of signs that
+take the mean as far from 0, or farther. Nothing is corrected for the number of rows.
 
-A run *failed* if it ends below where it began. A mean would describe no run then, so the table
-names the runs that failed in place of a difference. A line reports each folder that is left out
-because no run has finished there.
+A run *failed* if it ends below where it began. A mean would describe no run then, so in place of
+numbers the table names the runs that failed. A line reports each folder that is left out because no
+run has finished there.
 """
 
 import argparse
