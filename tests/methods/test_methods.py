@@ -103,6 +103,11 @@ def stare(row, rows):
     return np.where(row.sampled_logp <= highest, 1.1 if row.advantage > 0 else 0.9, 1.0)
 
 
+def rsi(row, rows):
+    index = -row.sampled_logp / row.entropy
+    return ((index >= 0.5) & (index <= 2)).astype(float)
+
+
 def entropy_mask(row, rows):
     entropies = np.sort(np.concatenate([x.entropy for x in rows]))
     return (row.entropy >= entropies[-round(0.2 * len(entropies))]).astype(float)
@@ -148,6 +153,7 @@ def oppo(row, rows):
     [
         ("taco", taco, {"tail_alpha": 0.4}),
         ("stare", stare, {"stare_variant": "C2", "target_entropy": 9.0}),
+        ("rsi", rsi, {"rsi_low": 0.5, "rsi_high": 2.0}),
         ("entropy_mask", entropy_mask, {}),
         ("rlsd", rlsd, {"rlsd_lambda_decay_steps": 10}),
         ("oppo", oppo, {}),
@@ -394,6 +400,7 @@ def test_smollm2_hears_what_it_is_told_better_than_the_embedded_policy(make_run,
         ("stare", {"target_entropy": 0.0}),
         ("stare", {"amplification": 1.0, "target_entropy": 9.0}),
         ("rlsd", {"rlsd_lambda": 0.0}),
+        ("rsi", {"rsi_low": 0.0, "rsi_high": 1e18}),
         ("entropy_mask", {"kept_share": 1.0}),
         ("cepo", {"cepo_lambda": 0.0}),
         ("gtpo", {"entropy_weight": 0.0}),
