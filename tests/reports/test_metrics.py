@@ -132,7 +132,9 @@ def test_figures_of_an_update_are_those_of_a_plain_loop(make_run):
     ratio = (logp - micro.old_logp).exp()
     is_up = (micro.advantages > 0)[:, None]
     clipped = (is_up & (ratio > 1.3) | ~is_up & (ratio < 0.9)) & micro.mask
+    kl = -torch.log(ratio) - 1 + ratio
     expected = {
+        "approx_kl": (kl.double().sum() / micro.mask.sum()).item(),
         "clip_fraction": (clipped.sum() / micro.mask.sum()).item(),
         "clip_fraction_sequence": clipped.any(1).float().mean().item(),
         "sampling_gap": 0.25,

@@ -31,10 +31,10 @@ def last_greedy_answer(out: Path) -> str:
 
 METRICS = (
     "reward rewards/accuracy_reward/mean completion_length truncated_share zero_std_share "
-    "entropy kl clip_fraction clip_fraction_sequence clipped_gradient grad_norm learning_rate "
-    "weight_gini weight_effn sampling_gap seconds_rollout seconds_score seconds_credit "
-    "seconds_update tokens_per_second peak_memory_gb loss skipped_update reward_timeouts "
-    "rollout_tokens sampled_completions"
+    "entropy kl approx_kl clip_fraction clip_fraction_sequence clipped_gradient grad_norm "
+    "learning_rate weight_gini weight_effn sampling_gap seconds_rollout seconds_score "
+    "seconds_credit seconds_update tokens_per_second peak_memory_gb loss skipped_update "
+    "reward_timeouts rollout_tokens sampled_completions"
 )
 FIGURES = {"greedy_accuracy", "sampled_accuracy", "pass@2", "pass@4", "truncated_share"}
 
