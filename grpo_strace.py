@@ -20,16 +20,18 @@ The matrix W is the method. Positions t and k count from 0:
     p_trace        lambda^(t-k) where k <= t
     s_trace        1 where k = t, m_k lambda^(t-k) where k < t    m_k: 1 if the entropy of token k
                                                                   is in the top 1 - q, else 0
-    grpo_lambda    as p_trace, or max(lambda^k, lambda^(t-k))     arXiv 2510.00194
+    grpo_lambda    as p_trace, or max(lambda^k, lambda^(t-k))     arXiv 2510.00194, in part
     gspo           1/T_i for all t and k, k > t too               arXiv 2507.18071
 
-This is a RECONSTRUCTION of S-trace (arXiv 2605.05965). Only the paper's abstract is public to us.
-It says that P-trace is a critic-free eligibility trace, that S-trace masks its low-entropy tokens,
-and that GSPO is the case of equal credit. Everything else is our choice. The kernel is
-lambda^(t-k), to the bit the "recent" kernel of GRPO-lambda. Flags set the value of lambda, the
-quantile q and its scope, whether the rows of W sum to 1, and whether a masked token keeps its own
-ratio. We also differentiate through the trace: even where all ratios are 1, the gradient of token k
-has the weight sum_t W[t,k]. log R_t is kept within -20 and 20.
+This is a RECONSTRUCTION of S-trace (arXiv 2605.05965). The paper is public, but we have read only
+its abstract. It says that P-trace is a critic-free eligibility trace, that S-trace masks its
+low-entropy tokens, and that GSPO is the case of equal credit. Everything else is our choice. The
+kernel is lambda^(t-k), to the bit the "recent" kernel of GRPO-lambda. Flags set the value of
+lambda, the quantile q and its scope, whether the rows of W sum to 1, and whether a masked token
+keeps its own ratio. We also differentiate through the trace: even where all ratios are 1, the
+gradient of token k has the weight sum_t W[t,k]. log R_t is kept within -20 and 20. Of GRPO-lambda,
+too, we have read summaries alone: they name its kernels, which are here, and a clamp of negative
+advantages, which is not.
 
 How to read this file: first come the flags, and the Batch of completions that each step of training
 hands to the next. The method stands between the CREDIT marks. Then comes the training loop,
