@@ -75,7 +75,7 @@ def assign(name: str, run, batch, micros) -> None:
         load(name).assign_credit(run, batch, micros, {})
 
 
-def rows_of(*micros) -> list[SimpleNamespace]:
+def completions_of(*micros) -> list[SimpleNamespace]:
     """Returns what is known of each completion, without padding and in float64."""
     rows = []
     for micro in micros:
@@ -159,15 +159,15 @@ def oppo(row, rows):
 )
 def test_credit_is_the_formula_and_weights_are_its_shares(name, formula, flags):
     _, batch, micros = credited(name, **flags)
-    for row in rows_of(*micros):
-        expected = formula(row, rows_of(batch))
+    for row in completions_of(*micros):
+        expected = formula(row, completions_of(batch))
         np.testing.assert_allclose(row.credit, expected, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(row.weights * abs(expected).mean(), abs(expected), atol=1e-4)
 
 
 def test_delta_weighs_tokens_by_the_side_that_they_belong_to():
     _, batch, micros = credited("delta", delta_high=1.5)
-    rows = rows_of(*micros)
+    rows = completions_of(*micros)
     a = np.concatenate([np.full(len(row.credit), row.advantage) for row in rows])
     g = np.concatenate([(1 - np.exp(row.sampled_logp))[:, None] * row.hidden for row in rows])
 

@@ -10,7 +10,7 @@ import torch
 import worth
 from accelerate.state import AcceleratorState
 from fork import fork
-from support import ROOT, TINY
+from support import ROOT, TINY, gradient_of_update
 
 import grpo_arca
 import grpo_oar
@@ -54,15 +54,7 @@ def trained_gradient(module, flags: list[str], updates: int = 0) -> torch.Tensor
     module.score(run, batch, micros, {})
     for _ in range(updates):
         module.update(run, micros)
-    seen = []
-
-    def step() -> None:
-        trained = [p for p in run.model.parameters() if p.requires_grad]
-        seen.append(torch.cat([p.grad.flatten() for p in trained]).clone())
-
-    run.optimizer.step = step
-    module.update(run, micros)
-    return seen[0]
+    return gradient_of_update(module, run, micros)
 
 
 def test_a_batch_gradient_is_the_one_that_training_would_make(adapter, tmp_path):
