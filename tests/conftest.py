@@ -122,6 +122,18 @@ def rows_of(tmp_path):
     return read
 
 
+@pytest.fixture
+def run_tool(monkeypatch, capsys):
+    """run_tool(compare, "runs/a", ...) -> what a program prints, with these words after it."""
+
+    def start(tool, *words: object):
+        monkeypatch.setattr(sys, "argv", [f"{tool.__name__}.py", *map(str, words)])
+        tool.main()
+        return capsys.readouterr()
+
+    return start
+
+
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory) -> str:
     """A folder with SmolLM2-135M-Instruct, which the variable SMOLLM2 may name.

@@ -214,6 +214,13 @@ def loss_and_gradient(args, batch, logp, size=None, module=grpo_arca):
     return loss.detach(), torch.autograd.grad(loss, leaf)[0], clipped
 
 
+def scored(run, *batches, module=grpo_arca):
+    """Scores these batches, by default a random one, as one rollout, and returns the first."""
+    batches = batches or (unscored(random_batch(module)),)
+    module.score(run, batches[0], list(batches), {})
+    return batches[0]
+
+
 def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=None):
     """Returns loss, gradient and clip fraction of TRL's own `GRPOTrainer._compute_loss`.
 

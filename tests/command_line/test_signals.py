@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file
-from support import ROOT, TINY_RUN, command_line, random_batch, read_jsonl, unscored
+from support import ROOT, TINY_RUN, command_line, read_jsonl, scored
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 
 import grpo_arca
@@ -92,7 +92,7 @@ import os, signal, time
 
 calls = []
 
-def hang(completions, **_):
+def pay(completions, **_):
     calls.append(1)
     if len(calls) < 4:  # the trial, the evaluation and the first rollout
         return [1.0] * len(completions)
@@ -110,7 +110,7 @@ import os, signal
 
 calls = []
 
-def swallow(completions, **_):
+def pay(completions, **_):
     calls.append(1)
     try:
         if len(calls) == 4:  # after the trial, the evaluation and the first rollout
@@ -121,16 +121,12 @@ def swallow(completions, **_):
 """
 
 
-def test_no_update_is_made_on_rewards_that_a_signal_spoiled(run_main, send, tmp_path):
-    (tmp_path / "swallows.py").write_text(SWALLOWS)
-    assert run_main(reward_funcs="swallows.swallow", save_steps=0)[0] == 1
-    assert steps_left(tmp_path) == (1, ["checkpoint-1"])
-
-
-def test_a_reward_function_that_hangs_loses_nothing(run_main, send, tmp_path):
-    (tmp_path / "hangs.py").write_text(HANGS)
-    code, _, _ = run_main(reward_funcs="hangs.hang", save_steps=0)
-    assert code == 1
+@pytest.mark.parametrize(("name", "text"), [("hangs", HANGS), ("swallows", SWALLOWS)])
+def test_a_reward_function_loses_no_update_and_makes_none_on_rewards_that_a_signal_spoiled(
+    run_main, send, tmp_path, name, text
+):
+    (tmp_path / f"{name}.py").write_text(text)
+    assert run_main(reward_funcs=f"{name}.pay", save_steps=0)[0] == 1
     assert steps_left(tmp_path) == (1, ["checkpoint-1"])
 
 
@@ -165,9 +161,8 @@ def test_a_signal_while_the_adapter_is_not_in_its_place_saves_the_whole_adapter(
         return inner(*arguments, **keywords)
 
     monkeypatch.setattr(owner, name, interrupted)
-    batch = unscored(random_batch())
     with pytest.raises(KeyboardInterrupt):
-        grpo_arca.score(run, batch, [batch], {})
+        scored(run)
     run.step += 1
     grpo_arca.save_checkpoint(run)  # as a run does that ends
     folder = Path(run.args.output_dir, f"checkpoint-{run.step}")

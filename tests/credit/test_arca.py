@@ -13,20 +13,13 @@ from support import (
     refusal,
     sample,
     save_model,
+    scored,
     stock,
     unscored,
 )
 from transformers import Qwen3Config
 
 import grpo_arca
-
-
-def scored(run, *batches):
-    """Returns the first of these batches, which the trainer has scored as one rollout."""
-    batches = batches or (unscored(random_batch()),)
-    grpo_arca.score(run, batches[0], list(batches), {})
-    return batches[0]
-
 
 SIGNALS = ("arca", "surprisal", "probability", "divergence", "entropy_reduction")
 

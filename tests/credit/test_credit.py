@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support import fixed_draws
+from support import fixed_draws, scored
 from test_oar import COMPLETIONS, make_batch, tokens
 
 import grpo_arca
@@ -66,13 +66,12 @@ def test_a_scripts_controls_are_made_of_its_own_weights(make_run, module, own, k
     weights = {}
     for credit in (own, kind):
         run = make_run(module, credit=credit)
-        batch = make_batch([tokens(parts) for parts in COMPLETIONS])
-        module.score(run, batch, [batch], {})
+        batch = scored(run, make_batch([tokens(parts) for parts in COMPLETIONS]), module=module)
         weights[credit] = batch.weights
     has_score = batch.mask & (batch.scores >= 0)
     expected = control_weights(kind, weights[own], has_score, module.credit_draws(run, batch))
     assert torch.equal(weights[kind], expected) and not torch.equal(expected, weights[own])
     part = make_batch([tokens(parts) for parts in COMPLETIONS]).select(torch.arange(10, 15))
-    module.score(run, part, [part], {})
+    scored(run, part, module=module)
     expected = expected[10:, : part.mask.shape[1]]
     torch.testing.assert_close(part.weights, expected, atol=2e-2, rtol=0)

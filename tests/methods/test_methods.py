@@ -64,11 +64,11 @@ def credited(name: str, **flags) -> tuple:
     for micro in micros:
         if name not in ("oppo", "rlsd", "cepo", "otb"):
             micro.scores = load(name).token_scores(run, micro, {}) * micro.mask
-    assign(name, run, batch, micros)
+    give_credit(name, run, batch, micros)
     return run, batch, micros
 
 
-def assign(name: str, run, batch, micros) -> None:
+def give_credit(name: str, run, batch, micros) -> None:
     """Runs assign_credit. Of CEPO, a policy that is told a wrong answer gives entropies."""
     told = {"new": lambda run, micro, answers: micro.entropy, "create": True}
     with mock.patch.object(load(name), "told_logp", **told):
@@ -234,7 +234,7 @@ def test_otb_has_no_baseline_where_nobody_votes_and_none_that_a_missing_reward_m
     micros[0].scores = torch.tensor([0.0, 0.2, 0.0])[:, None].T.repeat(2, 4)  # a token was certain
     micros[0].scores[1] *= 3
     micros[1].scores = torch.ones(1, 12)
-    assign("otb", run, batch, micros)
+    give_credit("otb", run, batch, micros)
     # W is 0 for the first token, and after it .2 to .6 and so on: always 1 to 3.
     expected = torch.tensor([[1.0] + 5 * [1.5] + 6 * [1.0], [-1.0] + 5 * [-0.5] + 6 * [0.0]])
     torch.testing.assert_close(micros[0].credit, expected)
@@ -248,7 +248,7 @@ def test_gtpo_leaves_a_rollout_alone_whose_tokens_were_all_certain():
     for part in (batch, *micros):
         part.entropy = torch.zeros_like(part.entropy)
         part.scores = part.entropy
-    assign("gtpo", run, batch, micros)
+    give_credit("gtpo", run, batch, micros)
     assert all(torch.equal(micro.credit, micro.mask.float()) for micro in micros)
 
 

@@ -16,6 +16,7 @@ from support import (
     pays,
     problems_of,
     random_batch,
+    scored,
     trained,
     trl_loss,
     unscored,
@@ -199,8 +200,7 @@ def test_uniform_credit_is_plain_grpo_to_the_bit(make_run, script):
     """Its terms are the log-ratio itself, and the same advantage for each token."""
     module = {"grpo_arca": grpo_arca, "grpo_oar": grpo_oar, "grpo_strace": grpo_strace}[script]
     run = make_run(module, credit="uniform")
-    batch = unscored(random_batch(module))
-    module.score(run, batch, [batch], {})
+    batch = scored(run, module=module)
     assert torch.equal(batch.weights, batch.mask.float())
     weight, advantages = module.surrogate_terms(run.args, batch, batch.entropy)
     assert weight is batch.entropy
@@ -346,10 +346,8 @@ def test_no_forward_pass_that_nobody_needs(make_run):
         run.args.credit = credit
         run.args.beta = beta
         run.updates_per_rollout = iterations
-        batch = unscored(random_batch())
         calls.clear()
-        grpo_arca.score(run, batch, [batch], {})
-        grpo_arca.update(run, [batch])
+        grpo_arca.update(run, [scored(run)])
         assert len(calls) == 2 * passes, (credit, beta, iterations)
 
 
@@ -419,8 +417,7 @@ def test_a_score_that_is_not_finite_skips_the_update(make_run, monkeypatch, modu
         return scores
 
     monkeypatch.setattr(module, "token_scores", token_scores)
-    batch = unscored(random_batch(module))
-    module.score(run, batch, [batch], {})
+    batch = scored(run, module=module)
     before = state_of(run)
     assert module.update(run, [batch])["skipped_update"] == 1
     assert all(map(torch.equal, before, state_of(run)))
