@@ -348,8 +348,7 @@ def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tmp_path
 
 def test_of_rows_that_repeat_a_fifth_of_the_problems_is_held_out(tmp_path, tokenizer):
     name = write(tmp_path / "set.jsonl", ROWS[:20] * 10)
-    train, held_out = load(name)
-    train, held_out = encode_problems(tokenizer, train, held_out, None, {}, 999, 999)
+    train, held_out = encode_problems(tokenizer, *load(name), None, {}, 999, 999)
     assert len(held_out) == len({problem.prompt for problem in held_out}) == 4
     assert set(Counter(problem.prompt for problem in train).values()) == {10} and len(train) == 160
 

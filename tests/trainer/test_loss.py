@@ -10,7 +10,6 @@ import pytest
 import torch
 from support import (
     ROOT,
-    SCRIPTS,
     gradient_of_update,
     loss_and_gradient,
     pays,
@@ -41,13 +40,14 @@ def moved(batch, spread: float) -> torch.Tensor:
     return torch.where(batch.mask, batch.old_logp + spread * noise, 0.0)
 
 
-def by_sum(run) -> None:
-    """Makes a run pay by the sum of token ids, so that rewards differ within a group."""
+def paid_by_sum(run) -> grpo_arca.Batch:
+    """Returns a rollout that is paid by the sum of token ids, so rewards differ within a group."""
 
     def remainder(completion_ids, **_):
         return [float(sum(ids) % 17) for ids in completion_ids]
 
     run.reward_funcs = {"remainder": remainder}
+    return grpo_arca.collect(run, {})
 
 
 # ---- Advantages ----------------------------------------------------------------------------------
@@ -125,8 +125,7 @@ def test_negative_weight_scales_what_is_below_the_mean(make_run):
     advantages = []
     for weight in (1.0, 0.25):
         run = make_run(negative_weight=weight)
-        by_sum(run)
-        advantages.append(grpo_arca.collect(run, {}).advantages)
+        advantages.append(paid_by_sum(run).advantages)
     expected = torch.where(advantages[0] < 0, 0.25 * advantages[0], advantages[0])
     assert torch.equal(advantages[1], expected) and (expected < 0).any()
 
@@ -182,8 +181,7 @@ def test_loss_and_gradient_equal_trls(loss_type, beta, correction, weighted):
 def test_dapo_divides_by_the_mean_tokens_of_the_rollouts_updates(make_run):
     """As TRL does: two updates of unequal lengths, each over half of the rollout's tokens."""
     run = make_run(loss_type="dapo", steps_per_generation=2, max_completion_length=80, adapter=0.0)
-    by_sum(run)
-    batch = grpo_arca.collect(run, {})
+    batch = paid_by_sum(run)
     tokens = [int(batch.mask[:8].sum()), int(batch.mask[8:].sum())]
     assert tokens[0] != tokens[1]
     for (micro,) in grpo_arca.micro_batches(run, batch):
@@ -195,10 +193,9 @@ def test_dapo_divides_by_the_mean_tokens_of_the_rollouts_updates(make_run):
         torch.testing.assert_close(gradient, theirs[1], atol=1e-7, rtol=0)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_uniform_credit_is_plain_grpo_to_the_bit(make_run, script):
+@pytest.mark.parametrize("module", [grpo_arca, grpo_oar, grpo_strace])
+def test_uniform_credit_is_plain_grpo_to_the_bit(make_run, module):
     """Its terms are the log-ratio itself, and the same advantage for each token."""
-    module = {"grpo_arca": grpo_arca, "grpo_oar": grpo_oar, "grpo_strace": grpo_strace}[script]
     run = make_run(module, credit="uniform")
     batch = scored(run, module=module)
     assert torch.equal(batch.weights, batch.mask.float())
@@ -225,8 +222,7 @@ def test_a_method_may_have_a_clip_range_for_each_token():
 def test_truncated_completions_are_left_out_where_that_is_asked(make_run):
     """A batch of nothing else has a finite loss, which is 0, and shows one row, untrained."""
     run = make_run(mask_truncated_completions=True)
-    by_sum(run)
-    batch = grpo_arca.collect(run, {})
+    batch = paid_by_sum(run)
     assert torch.equal(batch.loss_mask.any(1), ~batch.truncated) and batch.truncated.any()
     batch.loss_mask = torch.zeros_like(batch.mask)
     ((micro,),) = grpo_arca.micro_batches(run, batch)
@@ -262,8 +258,7 @@ def test_micro_batches_of_an_update_are_its_own_rows_by_length(make_run):
     run = make_run(
         steps_per_generation=4, gradient_accumulation_steps=2, max_completion_length=80, adapter=0.0
     )
-    by_sum(run)
-    batch = grpo_arca.collect(run, {})
+    batch = paid_by_sum(run)
     batch.advantages = torch.ones(32)
     batch.advantages[5] = 0.0
     batch.advantages[20:] = 0.0
