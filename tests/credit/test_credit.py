@@ -49,6 +49,7 @@ def test_a_control_is_as_concentrated_as_the_weights_in_other_places(kind):
     control = control_weights(kind, weights, mask, draws)
     assert torch.equal(control[~mask], weights[~mask])
     assert torch.equal(control[20], weights[20])
+    assert not torch.equal(control_weights(kind, weights, mask, 1 - draws), control)
     torch.testing.assert_close(control.sum(1), weights.sum(1))
     effn = torch.stack([weight_stats(x, mask)["effn"] for x in (control, weights)])
     torch.testing.assert_close(*effn[:, 4:], atol=1e-3, rtol=0)  # fewer tokens may be too even
