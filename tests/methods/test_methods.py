@@ -64,18 +64,18 @@ def credited(name: str, **flags) -> tuple:
     for micro in micros:
         if name not in ("oppo", "rlsd", "cepo", "otb"):
             micro.scores = load(name).token_scores(run, micro, {}) * micro.mask
-    assign(name, run, batch, micros)
+    give_credit(name, run, batch, micros)
     return run, batch, micros
 
 
-def assign(name: str, run, batch, micros) -> None:
+def give_credit(name: str, run, batch, micros) -> None:
     """Runs assign_credit. Of CEPO, a policy that is told a wrong answer gives entropies."""
     told = {"new": lambda run, micro, answers: micro.entropy, "create": True}
     with mock.patch.object(load(name), "told_logp", **told):
         load(name).assign_credit(run, batch, micros, {})
 
 
-def rows_of(*micros) -> list[SimpleNamespace]:
+def completions_of(*micros) -> list[SimpleNamespace]:
     """Returns what is known of each completion, without padding and in float64."""
     rows = []
     for micro in micros:
@@ -165,15 +165,15 @@ def oppo(row, rows):
 )
 def test_credit_is_the_formula_and_weights_are_its_shares(name, formula, flags):
     _, batch, micros = credited(name, **flags)
-    for row in rows_of(*micros):
-        expected = formula(row, rows_of(batch))
+    for row in completions_of(*micros):
+        expected = formula(row, completions_of(batch))
         np.testing.assert_allclose(row.credit, expected, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(row.weights * abs(expected).mean(), abs(expected), atol=1e-4)
 
 
 def test_delta_weighs_tokens_by_the_side_that_they_belong_to():
     _, batch, micros = credited("delta", delta_high=1.5)
-    rows = rows_of(*micros)
+    rows = completions_of(*micros)
     a = np.concatenate([np.full(len(row.credit), row.advantage) for row in rows])
     g = np.concatenate([(1 - np.exp(row.sampled_logp))[:, None] * row.hidden for row in rows])
 
@@ -240,7 +240,7 @@ def test_otb_has_no_baseline_where_nobody_votes_and_none_that_a_missing_reward_m
     micros[0].scores = torch.tensor([0.0, 0.2, 0.0])[:, None].T.repeat(2, 4)  # a token was certain
     micros[0].scores[1] *= 3
     micros[1].scores = torch.ones(1, 12)
-    assign("otb", run, batch, micros)
+    give_credit("otb", run, batch, micros)
     # W is 0 for the first token, and after it .2 to .6 and so on: always 1 to 3.
     expected = torch.tensor([[1.0] + 5 * [1.5] + 6 * [1.0], [-1.0] + 5 * [-0.5] + 6 * [0.0]])
     torch.testing.assert_close(micros[0].credit, expected)
@@ -254,7 +254,7 @@ def test_gtpo_leaves_a_rollout_alone_whose_tokens_were_all_certain():
     for part in (batch, *micros):
         part.entropy = torch.zeros_like(part.entropy)
         part.scores = part.entropy
-    assign("gtpo", run, batch, micros)
+    give_credit("gtpo", run, batch, micros)
     assert all(torch.equal(micro.credit, micro.mask.float()) for micro in micros)
 
 

@@ -1,7 +1,6 @@
 """tools/compare.py: which runs are one group, what the groups are called, and what is drawn."""
 
 import json
-import sys
 from pathlib import Path
 
 import compare
@@ -91,13 +90,11 @@ def test_each_group_has_its_line_and_dots(tmp_path):
     assert list(right.lines[0].get_xdata()) == pytest.approx([0.6, 0.7, 0.8])
 
 
-def test_the_command_leaves_out_what_is_not_a_finished_run(tmp_path, monkeypatch, capsys):
+def test_the_command_leaves_out_what_is_not_a_finished_run(run_tool, tmp_path, monkeypatch):
     run = fake_run(tmp_path, "arca", 1)
     goes_on = fake_run(tmp_path, "arca", 2, max_steps=600)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["compare.py", str(run), str(tmp_path), str(goes_on)])
-    compare.main()
-    out, err = capsys.readouterr()
+    out, err = run_tool(compare, run, tmp_path, goes_on)
     assert out.endswith("1  arca-1\ncompare.png\n")
     assert err == "".join(
         f"{folder} is left out: no run has ended there\n" for folder in (tmp_path, goes_on)

@@ -67,10 +67,9 @@ def test_a_fork_has_what_the_method_uses_and_not_what_it_does_not(tmp_path):
     assert "random" not in found["credit"]
 
 
-def test_no_method_replaces_a_script(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fork.py", "x/strace.py"])
+def test_no_method_replaces_a_script(run_tool, capsys):
     with pytest.raises(SystemExit):
-        fork.main()
+        run_tool(fork, "x/strace.py")
     assert "grpo_strace.py is one of the three scripts" in capsys.readouterr().err
 
 
