@@ -620,8 +620,10 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
             # `policy_loss` wants the sum over processes. DDP's gradient is their mean.
             (loss * accelerator.num_processes).backward()
         total_loss += loss.detach()
+        log_ratio = (logp - old_logp).detach()
         averages.append(  # name: (values, mask of those that count)
             {
+                "approx_kl": (log_ratio.exp() - 1 - log_ratio, micro.loss_mask),
                 "clip_fraction": (clipped, micro.loss_mask),
                 "clip_fraction_sequence": (clipped.any(1), micro.loss_mask.any(1)),
                 "sampling_gap": ((old_logp - micro.sampled_logp).abs(), micro.loss_mask),
@@ -683,8 +685,9 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
         if args.use_bias_correction_kl:  # the gradient of the reverse KL, arXiv 2512.02556
             kl = kl * (logp - old_logp).exp()  # the token's own, even if the method clips another
         loss = loss + args.beta * kl
-    clipped = torch.where(token_advantages > 0, ratio > high, ratio < low)
-    clipped = clipped & (token_advantages != 0) & micro.loss_mask
+    clipped = micro.loss_mask & torch.where(
+        token_advantages > 0, ratio > high, (ratio < low) & (token_advantages < 0)
+    )
 
     divisors = {
         "grpo": run.update_size * micro.loss_mask.sum(1, keepdim=True).clamp(min=1),  # [B, 1]

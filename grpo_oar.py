@@ -7,11 +7,11 @@
 
 GRPO (arXiv 2402.03300) samples a group of completions for each prompt. The advantage A_i of a
 completion is its reward minus the group's mean, divided by the group's standard deviation, and each
-of its tokens receives the same advantage. OAR (Outcome-grounded Advantage Reshaping, ACL 2026,
-arXiv 2601.07408) measures how much the final answer depends on each of the L reasoning tokens. The
-policy reads the prompt, the reasoning and a conclude string, which asks for the answer again. There
-it predicts the answer's tokens: p is its distribution of the first one (OAR-P), or the softmax of
-the mean of their logits (OAR-G).
+of its tokens receives the same advantage. OAR (Outcome-grounded Advantage Reshaping, arXiv
+2601.07408) measures how much the final answer depends on each of the L reasoning tokens. The policy
+reads the prompt, the reasoning and a conclude string, which asks for the answer again. There it
+predicts the answer's tokens: p is its distribution of the first one (OAR-P), or the softmax of the
+mean of their logits (OAR-G).
 
     OAR-P   I_t = KL(p || p with token t replaced by the pad token)
     OAR-G   I_t = | <dJ / d embed_t, embed_t> |, one backward pass for all t, where
@@ -27,12 +27,13 @@ Low scores are damped and high ones raised. With n = minmax(log1p(I)), tau = qua
 Tokens outside the reasoning have weight 1. So do all tokens of a completion that cannot be asked
 for its answer (no_answer_share in docs/metrics.md) or has no advantage.
 
-Scores and weights are those of the authors' code (XINGYUN-AI-LAB/OAR) with its defaults, but for
-four differences: p is at the sampling temperature; each rollout is scored once; q is the same for
-all completions, where the authors' code overwrites it with each completion's quantile, so that it
-drifts; and a score of OAR-P below 0 counts as 0. Three parts are not released, so they are a
-RECONSTRUCTION: the conclude string, the answer (here: the content of the completion's last
-\\boxed{}), and what counts as reasoning (here: every token before that).
+Scores and weights are those of the authors' code (XINGYUN-AI-LAB/OAR; the paper's footnote names
+Valsure/Outcome-Grounded-Advantage-Reshaping) with its defaults, but for four differences: p is at
+the sampling temperature; each rollout is scored once; q is the same for all completions, where the
+authors' code overwrites it with each completion's quantile, so that it drifts; and a score of OAR-P
+below 0 counts as 0. Three parts are not released, so they are a RECONSTRUCTION: the conclude
+string, the answer (here: the content of the completion's last \\boxed{}), and what counts as
+reasoning (here: every token before that).
 
 How to read this file: first come the flags, and the Batch of completions that each step of training
 hands to the next. The method stands between the CREDIT marks. Then comes the training loop,
@@ -857,8 +858,10 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
             # `policy_loss` wants the sum over processes. DDP's gradient is their mean.
             (loss * accelerator.num_processes).backward()
         total_loss += loss.detach()
+        log_ratio = (logp - old_logp).detach()
         averages.append(  # name: (values, mask of those that count)
             {
+                "approx_kl": (log_ratio.exp() - 1 - log_ratio, micro.loss_mask),
                 "clip_fraction": (clipped, micro.loss_mask),
                 "clip_fraction_sequence": (clipped.any(1), micro.loss_mask.any(1)),
                 "sampling_gap": ((old_logp - micro.sampled_logp).abs(), micro.loss_mask),
@@ -920,8 +923,9 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
         if args.use_bias_correction_kl:  # the gradient of the reverse KL, arXiv 2512.02556
             kl = kl * (logp - old_logp).exp()  # the token's own, even if the method clips another
         loss = loss + args.beta * kl
-    clipped = torch.where(token_advantages > 0, ratio > high, ratio < low)
-    clipped = clipped & (token_advantages != 0) & micro.loss_mask
+    clipped = micro.loss_mask & torch.where(
+        token_advantages > 0, ratio > high, (ratio < low) & (token_advantages < 0)
+    )
 
     divisors = {
         "grpo": run.update_size * micro.loss_mask.sum(1, keepdim=True).clamp(min=1),  # [B, 1]

@@ -20,16 +20,18 @@ The matrix W is the method. Positions t and k count from 0:
     p_trace        lambda^(t-k) where k <= t
     s_trace        1 where k = t, m_k lambda^(t-k) where k < t    m_k: 1 if the entropy of token k
                                                                   is in the top 1 - q, else 0
-    grpo_lambda    as p_trace, or max(lambda^k, lambda^(t-k))     arXiv 2510.00194
+    grpo_lambda    as p_trace, or max(lambda^k, lambda^(t-k))     arXiv 2510.00194, in part
     gspo           1/T_i for all t and k, k > t too               arXiv 2507.18071
 
-This is a RECONSTRUCTION of S-trace (arXiv 2605.05965). Only the paper's abstract is public to us.
-It says that P-trace is a critic-free eligibility trace, that S-trace masks its low-entropy tokens,
-and that GSPO is the case of equal credit. Everything else is our choice. The kernel is
-lambda^(t-k), to the bit the "recent" kernel of GRPO-lambda. Flags set the value of lambda, the
-quantile q and its scope, whether the rows of W sum to 1, and whether a masked token keeps its own
-ratio. We also differentiate through the trace: even where all ratios are 1, the gradient of token k
-has the weight sum_t W[t,k]. log R_t is kept within -20 and 20.
+This is a RECONSTRUCTION of S-trace (arXiv 2605.05965). The paper is public, but we have read only
+its abstract. It says that P-trace is a critic-free eligibility trace, that S-trace masks its
+low-entropy tokens, and that GSPO is the case of equal credit. Everything else is our choice. The
+kernel is lambda^(t-k), to the bit the "recent" kernel of GRPO-lambda. Flags set the value of
+lambda, the quantile q and its scope, whether the rows of W sum to 1, and whether a masked token
+keeps its own ratio. We also differentiate through the trace: even where all ratios are 1, the
+gradient of token k has the weight sum_t W[t,k]. log R_t is kept within -20 and 20. Of GRPO-lambda,
+too, we have read summaries alone: they name its kernels, which are here, and a clamp of negative
+advantages, which is not.
 
 How to read this file: first come the flags, and the Batch of completions that each step of training
 hands to the next. The method stands between the CREDIT marks. Then comes the training loop,
@@ -669,8 +671,10 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
             # `policy_loss` wants the sum over processes. DDP's gradient is their mean.
             (loss * accelerator.num_processes).backward()
         total_loss += loss.detach()
+        log_ratio = (logp - old_logp).detach()
         averages.append(  # name: (values, mask of those that count)
             {
+                "approx_kl": (log_ratio.exp() - 1 - log_ratio, micro.loss_mask),
                 "clip_fraction": (clipped, micro.loss_mask),
                 "clip_fraction_sequence": (clipped.any(1), micro.loss_mask.any(1)),
                 "sampling_gap": ((old_logp - micro.sampled_logp).abs(), micro.loss_mask),
@@ -732,8 +736,9 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
         if args.use_bias_correction_kl:  # the gradient of the reverse KL, arXiv 2512.02556
             kl = kl * (logp - old_logp).exp()  # the token's own, even if the method clips another
         loss = loss + args.beta * kl
-    clipped = torch.where(token_advantages > 0, ratio > high, ratio < low)
-    clipped = clipped & (token_advantages != 0) & micro.loss_mask
+    clipped = micro.loss_mask & torch.where(
+        token_advantages > 0, ratio > high, (ratio < low) & (token_advantages < 0)
+    )
 
     divisors = {
         "grpo": run.update_size * micro.loss_mask.sum(1, keepdim=True).clamp(min=1),  # [B, 1]

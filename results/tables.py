@@ -39,7 +39,10 @@ from studies import GRPO, MAIN, METHODS, ORACLES, STUDIES, Study, key_of, read_c
 
 DATA = ROOT / "results/data"
 OUTPUT = DATA / "tables"
-PAGES = [ROOT / "results/README.md", ROOT / "methods/README.md", ROOT / "README.md"]
+PAGES = [
+    ROOT / page
+    for page in ("README.md", "methods/README.md", "results/README.md", "results/gradients.md")
+]
 TITLES = {
     "wrong_policy": "wrong policy",
     "wrong_policy_2": "second wrong policy",
@@ -373,18 +376,13 @@ def result() -> Table:
     """The result in six rows, at GRPO's own learning rates."""
     grpos = {
         "wrong policy": Group("wrong_policy", 1, "0.002", GRPO),
-        "the same, four updates a rollout": Group("wrong_policy", 4, "0.001", GRPO),
         "nearly right policy": Group("nearly_right_policy", 1, "0.002", GRPO),
         "SmolLM2, groups drawn again": SMOLLM2_AGAIN,
     }
-    table = [["method", *grpos, "time of a step"]]
-    times = {"right answers only": "1 or less", "least variance": "not counted"}
-    for row in read_csv(DATA / "step_times/table.csv"):
-        times[NAMES.get(row["credit"], GRPO)] = row["ratio"]
+    table = [["method", *grpos]]
     for method in (GRPO, "right answers only", "ARCA", "OAR-G", "S-trace", "least variance"):
         name = "the best of three oracles" if method == "least variance" else method
-        ends = [grpo.beside(method).end() for grpo in grpos.values()]
-        table.append([name, *ends, times[method]])
+        table.append([name, *(grpo.beside(method).end() for grpo in grpos.values())])
     return table
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,16 @@ from unittest import mock
 
 import pytest
 from accelerate.state import AcceleratorState
-from support import ROOT, SCRIPTS, TINY, TINY_RUN, command_line, few_chains, randomize_adapter
+from support import (
+    ROOT,
+    SCRIPTS,
+    TINY,
+    TINY_RUN,
+    command_line,
+    few_chains,
+    randomize_adapter,
+    read_jsonl,
+)
 
 import common.data
 import common.report
@@ -109,11 +117,21 @@ def rows_of(tmp_path):
     """rows_of() -> the rows of updates in the metrics.jsonl of `run_main`."""
 
     def read() -> list[dict]:
-        lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        return [row for row in rows if "reward" in row]
+        return [row for row in read_jsonl(tmp_path / "out/metrics.jsonl") if "reward" in row]
 
     return read
+
+
+@pytest.fixture
+def run_tool(monkeypatch, capsys):
+    """run_tool(compare, "runs/a", ...) -> what a program prints, with these words after it."""
+
+    def start(tool, *words: object):
+        monkeypatch.setattr(sys, "argv", [f"{tool.__name__}.py", *map(str, words)])
+        tool.main()
+        return capsys.readouterr()
+
+    return start
 
 
 @pytest.fixture(scope="session")

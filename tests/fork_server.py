@@ -113,7 +113,7 @@ def settle(running: dict[int, tuple[dict, float]]) -> None:
         del running[pid]
 
 
-def load_once() -> None:
+def warm_up() -> None:
     """Does what libraries compile and look up for the first policy before the forks."""
     args = grpo_arca.parse_args([])
     transformers.logging.disable_progress_bar()  # it has a thread
@@ -127,7 +127,7 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     jobs = int(sys.argv[2])
     torch.set_num_threads(1)
-    load_once()
+    warm_up()
     # A fork has none of its parent's threads and would wait for them forever. Only the thread of
     # Arrow's allocator is started again in a fork.
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]

@@ -1,7 +1,9 @@
-"""Helpers that several test files share: random batches, TRL's loss, runs in forks."""
+"""Helpers that several test files share: models, batches, TRL's loss, runs in forks."""
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -18,12 +20,13 @@ sys.path.insert(0, str(ROOT))
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_arca
 from common.task import Problem, chain_problems
 
 TINY = str(ROOT / "common/tiny_policy")
+TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 SCRIPTS = ("grpo_arca", "grpo_oar", "grpo_strace")
 TINY_RUN = {  # the flags of a run that takes two seconds
     "max_steps": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -45,6 +48,34 @@ def randomize_adapter(model, scale: float = 0.05) -> None:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def save_model(folder: Path, config) -> Path:
+    """Saves a random model of this config, with the embedded policy's tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def changed_copy(folder: Path, changes: dict[str, dict]) -> str:
+    """Copies the embedded policy, with some keys of its JSON files changed."""
+    shutil.copytree(TINY, folder)
+    for name, changed in changes.items():
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(settings | changed))
+    return str(folder)
+
+
+def pays(*values: float):
+    """Returns a reward function that gives these rewards in turn, and logs a figure."""
+
+    def function(completions, log_metric, **_):
+        log_metric("letters", len(completions[0]))
+        return list(itertools.islice(itertools.cycle(values), len(completions)))
+
+    return function
 
 
 def fixed_draws(*shape) -> torch.Tensor:
@@ -86,9 +117,40 @@ def stock(run, batch) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(results[0]), torch.stack(results[1])
 
 
+def greedy_tokens(run, problems: list[Problem], length: int) -> list[list[int]]:
+    """Returns the completions that transformers' own `generate` makes of each prompt alone."""
+    found = []
+    for problem in problems:
+        ids = torch.tensor([problem.prompt_ids])
+        tokens = run.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length,
+            eos_token_id=run.eos_ids.tolist(), pad_token_id=0,
+        )  # fmt: skip
+        found.append(tokens[0, ids.shape[1] :].tolist())
+    return found
+
+
 def trained(run) -> list[torch.nn.Parameter]:
     """Returns the parameters that are trained."""
     return [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+
+
+def gradient_of(run, value: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of a value in the parameters that are trained, as one vector."""
+    found = torch.autograd.grad(value, trained(run), allow_unused=True)
+    return torch.cat([gradient.flatten() for gradient in found if gradient is not None])
+
+
+def gradient_of_update(module, run, micros) -> torch.Tensor:
+    """Returns the gradient of an update, as one vector. Its step is not taken."""
+    found = []
+
+    def keep() -> None:
+        found.append(torch.cat([parameter.grad.flatten() for parameter in trained(run)]))
+
+    run.optimizer.step = keep
+    module.update(run, micros)
+    return found[0]
 
 
 def random_batch(module=grpo_arca, rows=8, prompt=6, length=12, seed=0, vocabulary=400):
@@ -142,6 +204,21 @@ def unscored(batch):
     """Returns the batch as it is before `score`."""
     names = ("old_logp", "reference_logp", "base_logp", "scores", "credit", "weights")
     return replace(batch, **dict.fromkeys(names))
+
+
+def loss_and_gradient(args, batch, logp, size=None, module=grpo_arca):
+    """Returns the loss, its gradient in the log-probs [B, T], and which tokens are clipped."""
+    leaf = logp.clone().requires_grad_()
+    run = SimpleNamespace(args=args, update_size=size or len(batch.rows))
+    loss, clipped = module.policy_loss(run, batch, leaf, batch.old_logp)
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0], clipped
+
+
+def scored(run, *batches, module=grpo_arca):
+    """Scores these batches, by default a random one, as one rollout, and returns the first."""
+    batches = batches or (unscored(random_batch(module)),)
+    module.score(run, batches[0], list(batches), {})
+    return batches[0]
 
 
 def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=None):
@@ -236,8 +313,6 @@ def surrogate_terms(args, micro, log_ratio):
 # === END CREDIT ===
 '''
 TIMES = ("seconds", "tokens_per_second", "peak_memory")  # beginnings of names
-
-
 ADAPTER = {"r": 4, "lora_alpha": 12, "lora_dropout": 0.1, "target_modules": ["q_proj", "up_proj"]}
 
 
@@ -281,9 +356,13 @@ def stderr_of(folder: Path) -> str:
     return (folder / "stderr.txt").read_text()
 
 
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def metrics_of(out: Path) -> list[dict]:
     """Returns the rows of a run's metrics.jsonl, without times and memory."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(out / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
 
 

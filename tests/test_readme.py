@@ -14,7 +14,7 @@ from support import ROOT, SCRIPTS, TINY, TINY_RUN, command_line, few_chains, ran
 import grpo_arca
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[rm]e*/README.md"),
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[rm]e*/*.md"),
          ROOT / "tools/tour.ipynb"]  # fmt: skip
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 METHOD, REWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -16,9 +16,9 @@ BUDGET = {  # pattern of files: statements they may have in all, docstrings not 
     "grpo_strace.py": 760,
     "grpo_oar.py": 872,
     "common/**/*.py": 1030,
-    "methods/**/*.py": 400,
+    "methods/**/*.py": 420,
     "tools/**/*.py": 1120,
-    "results/**/*.py": 991,
+    "results/**/*.py": 987,
     "tests/**/*.py": 5500,
 }
 MAX_PACKED = 1.0  # packed constructs per 100 lines of code

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from support import state_file
+from support import VARIETY, outcome, state_file
 
 import grpo_arca
 
@@ -57,3 +57,27 @@ def test_a_full_disk_leaves_the_former_checkpoint(run_main, monkeypatch, tmp_pat
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
     assert state_file(tmp_path / "out/checkpoint-1") == state_file(tmp_path / "copy")
+
+
+def test_an_error_between_two_updates_of_a_rollout_leaves_what_can_be_followed(
+    run_main, tmp_path, monkeypatch
+):
+    (tmp_path / "variety.py").write_text(VARIETY)
+    flags = {"max_steps": 6, "num_iterations": 2, "reward_funcs": "variety.pay"}
+    flags |= {"save_steps": 2, "eval_steps": 2}
+    assert run_main(**flags)[0] == 0
+    whole = outcome(tmp_path)
+    (tmp_path / "out").rename(tmp_path / "undisturbed")
+    write = grpo_arca.RunLog.write
+
+    def full_disk(self, row):
+        if row["step"] == 3:
+            raise OSError(28, "No space left on device")
+        write(self, row)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(grpo_arca.RunLog, "write", full_disk)
+        run_main(**flags)
+    assert grpo_arca.checkpoints("out") == [2]
+    assert run_main(**flags, resume_from_checkpoint="latest")[0] == 0
+    assert outcome(tmp_path) == whole

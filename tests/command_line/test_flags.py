@@ -19,7 +19,7 @@ from pathlib import Path
 import conftest
 import pytest
 from accelerate.utils import DynamoBackend
-from support import ROOT, SCRIPTS, TINY, few_chains, refusal
+from support import ROOT, SCRIPTS, TINY, few_chains, read_jsonl, refusal
 
 import grpo_arca
 from common.reward import load_reward_funcs
@@ -294,7 +294,7 @@ def fault_of(run_main, monkeypatch, tmp_path):
             is_good = must_end and ".py: error: " in err and "Traceback" not in err
             return "" if is_good else case + err[-300:]
         (log,) = tmp_path.rglob("metrics.jsonl")
-        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        rows = read_jsonl(log)
         updates = [row for row in rows if "loss" in row and None not in row.values()]
         is_good = not must_end and len(updates) == int((BASE | flags)["max_steps"])
         return "" if is_good else f"{case}{len(updates)} updates, rows {rows}"

@@ -1,7 +1,7 @@
 """Signals: what each leaves, and where it ends a run. That it resumes is in test_resume.py."""
 
 import contextlib
-import json
+import itertools
 import os
 import signal
 import subprocess
@@ -11,7 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import ROOT, TINY_RUN, command_line
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from safetensors.torch import load_file
+from support import ROOT, TINY_RUN, command_line, read_jsonl, scored
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 
 import grpo_arca
 
@@ -40,8 +44,8 @@ def send(monkeypatch):
 
 def steps_left(tmp_path: Path) -> tuple[int, list[str]]:
     """Returns the last step in the log of a run, and the names of its checkpoints."""
-    lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])["step"] if lines else -1
+    rows = read_jsonl(tmp_path / "out/metrics.jsonl")
+    last = rows[-1]["step"] if rows else -1
     return last, [f"checkpoint-{step}" for step in grpo_arca.checkpoints(str(tmp_path / "out"))]
 
 
@@ -88,7 +92,7 @@ import os, signal, time
 
 calls = []
 
-def hang(completions, **_):
+def pay(completions, **_):
     calls.append(1)
     if len(calls) < 4:  # the trial, the evaluation and the first rollout
         return [1.0] * len(completions)
@@ -106,7 +110,7 @@ import os, signal
 
 calls = []
 
-def swallow(completions, **_):
+def pay(completions, **_):
     calls.append(1)
     try:
         if len(calls) == 4:  # after the trial, the evaluation and the first rollout
@@ -117,17 +121,58 @@ def swallow(completions, **_):
 """
 
 
-def test_no_update_is_made_on_rewards_that_a_signal_spoiled(run_main, send, tmp_path):
-    (tmp_path / "swallows.py").write_text(SWALLOWS)
-    assert run_main(reward_funcs="swallows.swallow", save_steps=0)[0] == 1
+@pytest.mark.parametrize(("name", "text"), [("hangs", HANGS), ("swallows", SWALLOWS)])
+def test_a_reward_function_loses_no_update_and_makes_none_on_rewards_that_a_signal_spoiled(
+    run_main, send, tmp_path, name, text
+):
+    (tmp_path / f"{name}.py").write_text(text)
+    assert run_main(reward_funcs=f"{name}.pay", save_steps=0)[0] == 1
     assert steps_left(tmp_path) == (1, ["checkpoint-1"])
 
 
-def test_a_reward_function_that_hangs_loses_nothing(run_main, send, tmp_path):
-    (tmp_path / "hangs.py").write_text(HANGS)
-    code, _, _ = run_main(reward_funcs="hangs.hang", save_steps=0)
-    assert code == 1
-    assert steps_left(tmp_path) == (1, ["checkpoint-1"])
+# ---- While the adapter is not in its place -------------------------------------------------------
+LAYERS = 28  # of the tiny policy's adapter
+PLACES = [(LoraLayer, "enable_adapters", LAYERS + layer + 1) for layer in range(LAYERS)]
+PLACES += [(NamedMemberAccessor, "swap_tensor", number) for number in (1, 2, 30, 2 * LAYERS)]
+
+
+@pytest.fixture(scope="module")
+def switched(make_run, tmp_path_factory):
+    """A run, and what its adapter's 56 matrices are."""
+    run = make_run(output_dir=tmp_path_factory.mktemp("switched"), beta=0.1)
+    weights = {name: p.clone() for name, p in run.model.named_parameters() if "lora_" in name}
+    assert len(weights) == 2 * LAYERS
+    return run, weights
+
+
+@pytest.mark.parametrize(("owner", "name", "number"), PLACES)
+def test_a_signal_while_the_adapter_is_not_in_its_place_saves_the_whole_adapter(
+    switched, monkeypatch, owner, name, number
+):
+    """In the given call of a function. PEFT turns each layer on again, after it has turned off all;
+    torch.func.functional_call puts the reference in, and after an interrupt it stays there."""
+    run, weights = switched
+    inner = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def interrupted(*arguments, **keywords):
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return inner(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scored(run)
+    run.step += 1
+    grpo_arca.save_checkpoint(run)  # as a run does that ends
+    folder = Path(run.args.output_dir, f"checkpoint-{run.step}")
+    for_peft = load_file(folder / "adapter_model.safetensors")
+    state = torch.load(folder / "state.pt", weights_only=True)["adapter"]
+    assert state.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(state[name], weight), name
+        assert torch.equal(for_peft[name.replace(".default", "")], weight), name
+    run.model.base_model.enable_adapter_layers()
 
 
 # ---- A launcher that ends ------------------------------------------------------------------------

@@ -12,14 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft.utils.integrations import dequantize_bnb_weight
-from support import TINY, random_batch, trained, unscored
+from support import TINY, TOKENIZER, random_batch, trained, unscored
 from torch import Tensor
-from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import grpo_oar
-from common.credit import weight_stats
 
-TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 PROMPTS = ["Start with 23, add 19, double it.", "Start with 7, triple it.", "7 plus 2?"]
 # (reasoning, answer, rest): what is boxed last is the answer; None: the completion has none
 COMPLETIONS = [
@@ -380,27 +378,6 @@ def test_the_gate_equals_the_naive_one(q):
             torch.testing.assert_close(
                 weights[row, :length], torch.tensor(naive), atol=1e-6, rtol=0
             )
-
-
-def test_controls_keep_the_weights_and_lose_their_places(make_run):
-    weights = {}
-    for credit in ("oar_g", "random", "shuffled"):
-        batch = make_batch([tokens(parts) for parts in COMPLETIONS])
-        score(make_run(grpo_oar, credit=credit), batch)
-        weights[credit] = batch.weights
-        mean = batch.weights.double().sum(1) / batch.mask.sum(1)
-        assert (mean - 1).abs().max() < 1e-6
-    for row, parts in enumerate(COMPLETIONS):
-        length = len(encode(parts[0])) if parts[1] else 0
-        own, drawn, moved = (weights[credit][row, :length] for credit in weights)
-        assert torch.equal(moved.sort()[0], own.sort()[0])
-        if length > 8:
-            assert (moved - own).abs().max() > 0.1 and (drawn - own).abs().max() > 0.1
-            mask = torch.ones(2, length, dtype=torch.bool)
-            effn = weight_stats(torch.stack([own, drawn]), mask)["effn"]
-            assert effn[0].item() == pytest.approx(effn[1].item(), rel=2e-2)
-        for other in ("random", "shuffled"):
-            assert torch.equal(weights[other][row, length:], weights["oar_g"][row, length:])
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from support import command_line, random_batch, trl_loss, unscored
+from support import command_line, loss_and_gradient, random_batch, trl_loss, unscored
 from torch import Tensor
 
 import grpo_strace
@@ -57,12 +57,9 @@ def assign(args: grpo_strace.Args, *micros: grpo_strace.Batch) -> dict[str, floa
     return metrics
 
 
-def loss_of(args: grpo_strace.Args, batch: grpo_strace.Batch, log_ratio: Tensor, size: int = 6):
-    """Returns the loss, its gradient [B, T] in the log-probs, and the clipped tokens [B, T]."""
-    logp = (batch.old_logp + log_ratio).requires_grad_()
-    run = SimpleNamespace(args=args, update_size=size)
-    loss, clipped = grpo_strace.policy_loss(run, batch, logp, batch.old_logp)
-    return loss.detach(), torch.autograd.grad(loss, logp)[0], clipped
+def loss_of(args: grpo_strace.Args, batch: grpo_strace.Batch, log_ratio: Tensor):
+    """Returns what `loss_and_gradient` does, of an update on six completions."""
+    return loss_and_gradient(args, batch, batch.old_logp + log_ratio, 6, grpo_strace)
 
 
 # ---- The reference -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from support import TINY
+from support import TINY, changed_copy
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -348,8 +348,7 @@ def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tmp_path
 
 def test_of_rows_that_repeat_a_fifth_of_the_problems_is_held_out(tmp_path, tokenizer):
     name = write(tmp_path / "set.jsonl", ROWS[:20] * 10)
-    train, held_out = load(name)
-    train, held_out = encode_problems(tokenizer, train, held_out, None, {}, 999, 999)
+    train, held_out = encode_problems(tokenizer, *load(name), None, {}, 999, 999)
     assert len(held_out) == len({problem.prompt for problem in held_out}) == 4
     assert set(Counter(problem.prompt for problem in train).values()) == {10} and len(train) == 160
 
@@ -804,11 +803,8 @@ def test_the_context_ends_where_positions_would_depend_on_the_longest_row(
 def test_a_model_that_brings_its_own_code_is_refused(tmp_path, monkeypatch):
     """transformers would ask on standard input whether to run it, and wait for 15 seconds."""
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
-    folder = shutil.copytree(TINY, tmp_path / "model")
-    for name in ("config.json", "tokenizer_config.json"):
-        own = json.loads((folder / name).read_text())
-        own |= {"model_type": "own", "tokenizer_class": "Own"}
-        own["auto_map"] = {"AutoConfig": "own.C", "AutoTokenizer": ["own.T", None]}
-        (folder / name).write_text(json.dumps(own))
+    own = {"model_type": "own", "tokenizer_class": "Own"}
+    own["auto_map"] = {"AutoConfig": "own.C", "AutoTokenizer": ["own.T", None]}
+    files = {"config.json": own, "tokenizer_config.json": own}
     with pytest.raises(ValueError, match="trust_remote_code"):
-        data.load_tokenizer(str(folder), "main", None)
+        data.load_tokenizer(changed_copy(tmp_path / "model", files), "main", None)

@@ -5,13 +5,12 @@ answer. `known_error` marks the pairs of which `accuracy_reward` misses a right 
 one.
 """
 
-import json
 import logging
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from support import ROOT
+from support import ROOT, read_jsonl
 
 from common.reward import GRADER
 from common.task import Problem
@@ -21,7 +20,7 @@ PAIRS = Path(__file__).with_name("held_out_pairs.jsonl")
 
 @pytest.fixture(scope="module")
 def pairs() -> list[dict]:
-    return [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+    return read_jsonl(PAIRS)
 
 
 def by_math_verify(pairs: list[dict]) -> list[bool]:

@@ -65,18 +65,18 @@ def credited(name: str, **flags) -> tuple:
     for micro in micros:
         if name not in ("oppo", "rlsd", "cepo", "otb"):
             micro.scores = load(name).token_scores(run, micro, {}) * micro.mask
-    assign(name, run, batch, micros)
+    give_credit(name, run, batch, micros)
     return run, batch, micros
 
 
-def assign(name: str, run, batch, micros) -> None:
+def give_credit(name: str, run, batch, micros) -> None:
     """Runs assign_credit. Of CEPO, a policy that is told a wrong answer gives entropies."""
     told = {"new": lambda run, micro, answers: micro.entropy, "create": True}
     with mock.patch.object(load(name), "told_logp", **told):
         load(name).assign_credit(run, batch, micros, {})
 
 
-def rows_of(*micros) -> list[SimpleNamespace]:
+def completions_of(*micros) -> list[SimpleNamespace]:
     """Returns what is known of each completion, without padding and in float64."""
     rows = []
     for micro in micros:
@@ -102,6 +102,11 @@ def stare(row, rows):
     logps = np.sort(np.hstack([x.sampled_logp for x in rows if x.advantage * row.advantage > 0]))
     highest = logps[int(np.ceil(0.1 * len(logps))) - 1]
     return np.where(row.sampled_logp <= highest, 1.1 if row.advantage > 0 else 0.9, 1.0)
+
+
+def rsi(row, rows):
+    index = -row.sampled_logp / row.entropy
+    return ((index >= 0.5) & (index <= 2)).astype(float)
 
 
 def entropy_mask(row, rows):
@@ -149,6 +154,7 @@ def oppo(row, rows):
     [
         ("taco", taco, {"tail_alpha": 0.4}),
         ("stare", stare, {"stare_variant": "C2", "target_entropy": 9.0}),
+        ("rsi", rsi, {"rsi_low": 0.5, "rsi_high": 2.0}),
         ("entropy_mask", entropy_mask, {}),
         ("rlsd", rlsd, {"rlsd_lambda_decay_steps": 10}),
         ("oppo", oppo, {}),
@@ -160,15 +166,15 @@ def oppo(row, rows):
 )
 def test_credit_is_the_formula_and_weights_are_its_shares(name, formula, flags):
     _, batch, micros = credited(name, **flags)
-    for row in rows_of(*micros):
-        expected = formula(row, rows_of(batch))
+    for row in completions_of(*micros):
+        expected = formula(row, completions_of(batch))
         np.testing.assert_allclose(row.credit, expected, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(row.weights * abs(expected).mean(), abs(expected), atol=1e-4)
 
 
 def test_delta_weighs_tokens_by_the_side_that_they_belong_to():
     _, batch, micros = credited("delta", delta_high=1.5)
-    rows = rows_of(*micros)
+    rows = completions_of(*micros)
     a = np.concatenate([np.full(len(row.credit), row.advantage) for row in rows])
     g = np.concatenate([(1 - np.exp(row.sampled_logp))[:, None] * row.hidden for row in rows])
 
@@ -235,7 +241,7 @@ def test_otb_has_no_baseline_where_nobody_votes_and_none_that_a_missing_reward_m
     micros[0].scores = torch.tensor([0.0, 0.2, 0.0])[:, None].T.repeat(2, 4)  # a token was certain
     micros[0].scores[1] *= 3
     micros[1].scores = torch.ones(1, 12)
-    assign("otb", run, batch, micros)
+    give_credit("otb", run, batch, micros)
     # W is 0 for the first token, and after it .2 to .6 and so on: always 1 to 3.
     expected = torch.tensor([[1.0] + 5 * [1.5] + 6 * [1.0], [-1.0] + 5 * [-0.5] + 6 * [0.0]])
     torch.testing.assert_close(micros[0].credit, expected)
@@ -249,7 +255,7 @@ def test_gtpo_leaves_a_rollout_alone_whose_tokens_were_all_certain():
     for part in (batch, *micros):
         part.entropy = torch.zeros_like(part.entropy)
         part.scores = part.entropy
-    assign("gtpo", run, batch, micros)
+    give_credit("gtpo", run, batch, micros)
     assert all(torch.equal(micro.credit, micro.mask.float()) for micro in micros)
 
 
@@ -395,6 +401,7 @@ def test_smollm2_hears_what_it_is_told_better_than_the_embedded_policy(make_run,
         ("stare", {"target_entropy": 0.0}),
         ("stare", {"amplification": 1.0, "target_entropy": 9.0}),
         ("rlsd", {"rlsd_lambda": 0.0}),
+        ("rsi", {"rsi_low": 0.0, "rsi_high": 1e18}),
         ("entropy_mask", {"kept_share": 1.0}),
         ("cepo", {"cepo_lambda": 0.0}),
         ("gtpo", {"entropy_weight": 0.0}),

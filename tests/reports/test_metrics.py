@@ -12,10 +12,9 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator
-from support import ROOT, SCRIPTS, fixed_draws, metrics_of, random_batch
+from support import ROOT, SCRIPTS, fixed_draws, metrics_of, pays, random_batch
 
 import grpo_arca
-from common.credit import weight_stats
 from common.metrics import (
     credit_averages,
     eval_metrics,
@@ -53,30 +52,6 @@ def test_accuracies_and_pass_at_k_are_counted_over_every_subset_of_samples():
     assert figures == {"rewards/length": 1.0, "truncated_share": 5 / 24}
     with pytest.raises(SystemExit, match="no answers, and no reward function judges them"):
         eval_metrics(["accuracy_reward"], unanswered)
-
-
-def naive_stats(row: list[float]) -> list[float]:
-    """Returns the Gini index, as half the mean difference over the mean, and EffN/T."""
-    n = len(row)
-    if n < 2 or sum(row) == 0:
-        return [math.nan, math.nan]
-    differences = sum(abs(a - b) for a in row for b in row)
-    squares = sum(weight**2 for weight in row)
-    return [differences / (2 * n * sum(row)), sum(row) ** 2 / (n * squares)]
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
-def test_concentration_of_credit_is_that_of_a_plain_loop(scale):
-    """Of rows with 0, 1, ... tokens, whose masks have holes with NaN in them."""
-    weights = fixed_draws(16, 37).pow(3) * scale
-    weights[:, ::5] = 0.0
-    mask = fixed_draws(16, 37, 2)[..., 1] < torch.linspace(0, 1, 16)[:, None]
-    mask[1] = torch.arange(37) == 3
-    stats = weight_stats(weights.masked_fill(~mask, math.nan), mask)
-    for row, is_token in enumerate(mask):
-        expected = naive_stats(weights[row][is_token].tolist())
-        found = [stats["gini"][row].item(), stats["effn"][row].item()]
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True), row
 
 
 def test_figures_of_credit_are_of_completions_that_learn():
@@ -132,7 +107,9 @@ def test_figures_of_an_update_are_those_of_a_plain_loop(make_run):
     ratio = (logp - micro.old_logp).exp()
     is_up = (micro.advantages > 0)[:, None]
     clipped = (is_up & (ratio > 1.3) | ~is_up & (ratio < 0.9)) & micro.mask
+    kl = -torch.log(ratio) - 1 + ratio
     expected = {
+        "approx_kl": (kl.double().sum() / micro.mask.sum()).item(),
         "clip_fraction": (clipped.sum() / micro.mask.sum()).item(),
         "clip_fraction_sequence": clipped.any(1).float().mean().item(),
         "sampling_gap": 0.25,
@@ -142,15 +119,9 @@ def test_figures_of_an_update_are_those_of_a_plain_loop(make_run):
     assert figures == pytest.approx(figures | expected)
 
 
-def pays(completions, log_metric, **_):
-    """A reward function that logs a figure, and gives rewards that differ."""
-    log_metric("letters", len(completions[0]))
-    return [float(i % 2) for i in range(len(completions))]
-
-
 def test_an_own_accuracy_reward_stands_beside_the_graders_verdict(make_run):
     run = make_run(max_eval_samples=1, num_generations_eval=2, max_completion_length=4)
-    run.reward_funcs = {"accuracy_reward": pays}
+    run.reward_funcs = {"accuracy_reward": pays(0.0, 1.0)}
     run.log = run.bar = mock.Mock()
     grpo_arca.evaluate(run)
     assert run.log.write.call_args.args[0]["eval"] == {
@@ -176,7 +147,7 @@ def documented_keys(script: str) -> set[str]:
 def test_what_a_run_writes_is_documented_and_what_is_documented_is_written(script, make_run):
     module = importlib.import_module(script)
     run = make_run(module, beta=0.1, max_eval_samples=2, num_generations_eval=2)
-    run.reward_funcs |= {"pays": pays}
+    run.reward_funcs |= {"pays": pays(0.0, 1.0)}
     run.reward_weights = torch.ones(2, dtype=torch.float64)
     run.log = run.bar = mock.Mock()
     figures = {}

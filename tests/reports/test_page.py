@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-from support import TINY
+from support import TOKENIZER
 
 from common import report
 from common.task import Problem
@@ -44,7 +43,6 @@ HIDDEN = {  # no control, bidirectional or zero-width character reaches the page
 CHAIN = Problem("Start with 23, add 19, double it.", "84", (42, 84))
 RIGHT = "We begin at 23. Then adding 19 gives 42. We double it and get 84. \\boxed{84}"
 WRONG = "We begin at 23. Then adding 19 gives 42. We double it and get 82. \\boxed{82}"
-TOKENIZER = transformers.AutoTokenizer.from_pretrained(TINY)
 
 
 class Page(HTMLParser):

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import tqdm.std
-from support import ROOT, TINY, few_chains, metrics_of
+from support import ROOT, TINY, few_chains, metrics_of, read_jsonl
 
 import grpo_arca
 from common import report
@@ -50,7 +50,7 @@ def test_a_run_says_what_it_does_and_leaves_what_it_found(run_main, tmp_path, mo
     assert f"sampled accuracy{before:11.1f}%{after:7.1f}%{after - before:+8.1f}\n" in out
 
     # The completions: a group of each rollout, and as many of each part of an evaluation.
-    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    rows = read_jsonl(folder / "completions.jsonl")
     kinds = ["greedy"] * 4 + ["sampled"] * 4
     assert [row["kind"] for row in rows] == kinds + (["train"] * 4 + kinds) * 2
     assert [row["step"] for row in rows] == [0] * 8 + [1] * 12 + [2] * 12

@@ -48,13 +48,12 @@ def test_figures_are_means_of_the_updates_after_the_warm_up(checkouts):
         bench.measure(contender, ["--b"], warmup=1)
 
 
-def test_another_checkout_runs_in_turn_and_ratios_are_to_it(checkouts, monkeypatch, capsys):
+def test_another_checkout_runs_in_turn_and_ratios_are_to_it(checkouts, run_tool):
     here, there = checkouts
-    argv = ["bench.py", "script.py --a", "script.py", "--against", str(there), "--repeats", "2"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--output", str(here / "f.json"), "--", "--seed=2"])
-    bench.main()
+    words = ["script.py --a", "script.py", "--against", there, "--repeats", 2]
+    words += ["--output", here / "f.json", "--", "--seed=2"]
+    out, err = run_tool(bench, *words)
     names = ["script.py --a, there", "script.py --a", "script.py, there", "script.py"]
-    out, err = capsys.readouterr()
     assert re.findall(r"\[./8\] (.*?):", err) == [*names, *names[::-1]]
     lines = out.splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -76,18 +75,18 @@ def test_a_profile_is_of_one_segment_that_reads_the_prompts_and_each_token(tmp_p
 
 
 @pytest.mark.slow
-def test_a_method_and_trl_are_measured_on_random_weights_of_a_shape(tmp_path, monkeypatch, capsys):
+def test_a_method_and_trl_are_measured_on_random_weights_of_a_shape(
+    run_tool, tmp_path, monkeypatch
+):
     """TRL samples as many tokens as the method: neither stops before the greatest length."""
     pytest.importorskip("trl", reason="pip install trl")
     monkeypatch.setattr(bench, "CACHE", tmp_path)
     monkeypatch.setitem(bench.SHAPES, "0.6B", (64, 64, 1, 8, True))
     monkeypatch.setattr(bench, "VOCABULARY", 8192)
-    argv = ["bench.py", "grpo_arca.py", "--trl", "--shape", "0.6B", "--repeats", "1"]
-    argv += ["--updates", "1", "--output", str(tmp_path / "f.json"), "--"]
+    words = ["grpo_arca.py", "--trl", "--shape", "0.6B", "--repeats", 1]
+    words += ["--updates", 1, "--output", tmp_path / "f.json", "--"]
     flags = {name: value for name, value in TINY_RUN.items() if name != "max_steps"}
-    monkeypatch.setattr(sys, "argv", [*argv, *command_line(flags)])
-    bench.main()
-    assert "\n| TRL | " in capsys.readouterr().out
+    assert "\n| TRL | " in run_tool(bench, *words, *command_line(flags)).out
     repeats = json.loads((tmp_path / "f.json").read_text())["repeats"]
     for name in ("grpo_arca.py", bench.TRL):
         (row,) = repeats[name]

@@ -1,7 +1,6 @@
 """tools/compare.py: which runs are one group, what is compared, and what is drawn."""
 
 import json
-import sys
 from pathlib import Path
 
 import compare
@@ -123,11 +122,9 @@ def test_each_group_has_its_lines_and_each_pair_its_dots(tmp_path):
     assert right.lines[1].get_xdata() == pytest.approx([0.3, 0.2])  # after the line at 0
 
 
-def test_the_command_leaves_out_what_is_not_a_finished_run(tmp_path, monkeypatch, capsys):
-    others = [str(tmp_path), str(fake_run(tmp_path, "arca", 2, max_steps=600))]
+def test_the_command_leaves_out_what_is_not_a_finished_run(run_tool, tmp_path, monkeypatch):
+    others = (tmp_path, fake_run(tmp_path, "arca", 2, max_steps=600))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["compare.py", str(fake_run(tmp_path, "arca", 1)), *others])
-    compare.main()
-    out, err = capsys.readouterr()
+    out, err = run_tool(compare, fake_run(tmp_path, "arca", 1), *others)
     assert out.split()[-1] == "compare.png"
     assert err == "".join(f"{folder} is left out: no run has ended there\n" for folder in others)

@@ -83,10 +83,9 @@ def test_gaps_are_filled_with_grpos_functions_and_imports_are_taken_along(tmp_pa
     assert 'Literal["ratio"]' in flags and "sharpening" not in flags
 
 
-def test_no_method_replaces_a_script(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fork.py", "x/strace.py"])
+def test_no_method_replaces_a_script(run_tool, capsys):
     with pytest.raises(SystemExit):
-        fork.main()
+        run_tool(fork, "x/strace.py")
     assert "grpo_strace.py is one of the three scripts" in capsys.readouterr().err
 
 

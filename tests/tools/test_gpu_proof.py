@@ -1,7 +1,6 @@
 """tools/gpu_proof.py: what it reads of its parts, when it calls a goal reached, what it writes."""
 
 import json
-import sys
 
 import gpu_proof
 import pytest
@@ -59,7 +58,7 @@ def test_the_first_part_names_tests_that_are_run_by_default():
     assert path.is_file() and "slow" not in path.read_text()
 
 
-def test_parts_are_done_once_and_their_end_is_in_the_table(tmp_path, monkeypatch, capsys):
+def test_parts_are_done_once_and_their_end_is_in_the_table(run_tool, tmp_path, monkeypatch):
     parts = [
         Part(
             "good",
@@ -75,9 +74,7 @@ def test_parts_are_done_once_and_their_end_is_in_the_table(tmp_path, monkeypatch
     folder = tmp_path / "proof"
 
     def start(*words: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["x", *words, "--small", "--folder", str(folder)])
-        gpu_proof.main()
-        return capsys.readouterr().out.splitlines()
+        return run_tool(gpu_proof, *words, "--small", "--folder", folder).out.splitlines()
 
     page = start("bad")
     assert page[0] == "bad: up to 20 s"

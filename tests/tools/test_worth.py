@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import sys
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 import worth
 from accelerate.state import AcceleratorState
 from fork import fork
-from support import ROOT, TINY
+from support import ROOT, TINY, gradient_of_update
 
 import grpo_arca
 import grpo_oar
@@ -25,7 +24,7 @@ METHOD = str(ROOT / "methods/entropy_mask.py")
 
 # ---- Gradients -----------------------------------------------------------------------------------
 @pytest.fixture
-def adapter(tmp_path, make_run) -> tuple[str, ...]:
+def start_flags(tmp_path, make_run) -> tuple[str, ...]:
     """Flags that start from an adapter that acts."""
     make_run(adapter=0.02).model.save_pretrained(tmp_path / "adapter")
     AcceleratorState._reset_state()
@@ -54,20 +53,12 @@ def trained_gradient(module, flags: list[str], updates: int = 0) -> torch.Tensor
     module.score(run, batch, micros, {})
     for _ in range(updates):
         module.update(run, micros)
-    seen = []
-
-    def step() -> None:
-        trained = [p for p in run.model.parameters() if p.requires_grad]
-        seen.append(torch.cat([p.grad.flatten() for p in trained]).clone())
-
-    run.optimizer.step = step
-    module.update(run, micros)
-    return seen[0]
+    return gradient_of_update(module, run, micros)
 
 
-def test_a_batch_gradient_is_the_one_that_training_would_make(adapter, tmp_path):
-    found = measured(tmp_path, [worth.UNIFORM, RIGHT_ALONE], adapter)
-    flags = [*adapter, "--credit", "uniform"]
+def test_a_batch_gradient_is_the_one_that_training_would_make(start_flags, tmp_path):
+    found = measured(tmp_path, [worth.UNIFORM, RIGHT_ALONE], start_flags)
+    flags = [*start_flags, "--credit", "uniform"]
     for name, own in {worth.UNIFORM: "1", RIGHT_ALONE: "0"}.items():
         expected = trained_gradient(grpo_arca, [*flags, "--negative_weight", own])
         assert torch.allclose(found[name], expected, rtol=1e-4, atol=1e-7), name
@@ -75,27 +66,27 @@ def test_a_batch_gradient_is_the_one_that_training_would_make(adapter, tmp_path)
 
 @pytest.mark.slow
 def test_gradients_of_other_scripts_and_after_updates_are_those_of_training(
-    adapter, tmp_path, monkeypatch
+    start_flags, tmp_path, monkeypatch
 ):
     """A file of a method is measured as its fork, and the policy is afterwards what it was."""
     (tmp_path / "grpo_mask.py").write_text(fork(ROOT / "methods/entropy_mask.py"))
     monkeypatch.syspath_prepend(tmp_path)
     modules = {f"{ROOT}/grpo_oar.py": grpo_oar, METHOD: importlib.import_module("grpo_mask")}
-    before = measured(tmp_path, list(modules), adapter)
+    before = measured(tmp_path, list(modules), start_flags)
     for name, module in modules.items():
-        expected = trained_gradient(module, [*adapter, "--model_name_or_path", TINY])
+        expected = trained_gradient(module, [*start_flags, "--model_name_or_path", TINY])
         assert torch.allclose(before[name], expected, rtol=1e-4, atol=1e-7), name
-    after = measured(tmp_path / "after", [worth.UNIFORM], adapter, updates=2)[worth.UNIFORM]
-    expected = trained_gradient(grpo_arca, [*adapter, "--credit", "uniform"], updates=2)
+    after = measured(tmp_path / "after", [worth.UNIFORM], start_flags, updates=2)[worth.UNIFORM]
+    expected = trained_gradient(grpo_arca, [*start_flags, "--credit", "uniform"], updates=2)
     assert torch.allclose(after, expected, rtol=1e-4, atol=1e-7)
-    again = measured(tmp_path / "again", [METHOD], adapter)[METHOD]
+    again = measured(tmp_path / "again", [METHOD], start_flags)[METHOD]
     assert torch.equal(again, before[METHOD])
 
 
 @pytest.mark.slow
-def test_the_control_is_the_sum_over_every_other_group(adapter, tmp_path):
-    found = measured(tmp_path, [worth.HALF], adapter)[worth.HALF]
-    run = worth.prepare(adapter)
+def test_the_control_is_the_sum_over_every_other_group(start_flags, tmp_path):
+    found = measured(tmp_path, [worth.HALF], start_flags)[worth.HALF]
+    run = worth.prepare(start_flags)
     rollout = grpo_arca.collect(run, {})
     rollout.advantages[(rollout.rows >= 4) & (rollout.rows < 8) | (rollout.rows >= 12)] = 0.0
     (micros,) = grpo_arca.micro_batches(run, rollout)
@@ -197,11 +188,6 @@ def test_the_table_shows_no_cosine_above_1_and_no_figure_without_signal():
 
 
 # ---- The command ---------------------------------------------------------------------------------
-def start(monkeypatch, *words: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["worth.py", *map(str, words)])
-    worth.main()
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -211,30 +197,24 @@ def start(monkeypatch, *words: object) -> None:
         (["tools/compare.py"], "one or two regions between CREDIT marks"),
     ],
 )
-def test_what_would_be_silently_wrong_is_refused(monkeypatch, capsys, words, sentence):
+def test_what_would_be_silently_wrong_is_refused(run_tool, monkeypatch, capsys, words, sentence):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
-        start(monkeypatch, "--processes", 1, *words)
+        run_tool(worth, "--processes", 1, *words)
     assert sentence in f"{ended.value.code} {capsys.readouterr().err}"
 
 
 @pytest.mark.slow
-def test_a_method_is_measured_once_and_again_when_it_changes(
-    adapter, monkeypatch, tmp_path, capsys
-):
+def test_a_method_is_measured_once_and_again_when_it_changes(start_flags, run_tool, tmp_path):
     mine = tmp_path / "mine.py"
     body = "def token_scores(run, micro, metrics):\n    return micro.entropy"
     mine.write_text(f'"""Mine."""\n# === CREDIT ===\n{body}\n# === END CREDIT ===\n')
     command = [mine, "--batches", 4, "--processes", 1, "--folder", tmp_path / "worth"]
-    command += ["--output", tmp_path / "table.csv", "--", *adapter]
-    start(monkeypatch, *command)
-    out, err = capsys.readouterr()
+    command += ["--output", tmp_path / "table.csv", "--", *start_flags]
+    out, err = run_tool(worth, *command)
     assert "4/4" in err
-    start(monkeypatch, *command)
-    assert capsys.readouterr() == (out, "")  # all is there
+    assert run_tool(worth, *command) == (out, "")  # all is there
 
     mine.write_text(mine.read_text().replace("entropy", "entropy + 1"))
-    start(monkeypatch, *command)
-    assert "4/4" in capsys.readouterr().err
-    start(monkeypatch, *command, "--negative_weight", 0)  # of GRPO, too
-    assert "4/4" in capsys.readouterr().err
+    assert "4/4" in run_tool(worth, *command).err
+    assert "4/4" in run_tool(worth, *command, "--negative_weight", 0).err  # of GRPO, too

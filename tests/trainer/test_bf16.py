@@ -6,13 +6,12 @@ import pytest
 import torch
 from support import (
     fixed_draws,
+    gradient_of,
     problems_of,
-    random_batch,
     randomize_adapter,
     sample,
-    trained,
-    unscored,
-)  # fmt: skip
+    scored,
+)
 
 import grpo_arca
 import grpo_oar
@@ -76,11 +75,9 @@ def test_gradients_in_bf16_are_near_those_of_fp32(make_run):
     gradients = []
     for dtype in ("float32", "bfloat16"):
         run = make_run(dtype=dtype, num_iterations=2)
-        batch = unscored(random_batch())
-        grpo_arca.score(run, batch, [batch], {})
+        batch = scored(run)
         logp = grpo_arca.training_forward(run, batch)
         assert torch.equal(logp.detach(), batch.old_logp)
         loss, _ = grpo_arca.policy_loss(run, batch, logp, batch.old_logp)
-        found = torch.autograd.grad(loss, trained(run))
-        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+        gradients.append(gradient_of(run, loss))
     assert torch.cosine_similarity(*gradients, dim=0) > 0.996

@@ -1,8 +1,11 @@
 """Models that are not what they seem are found before the first step."""
 
+import ctypes
 import json
+import os
 import runpy
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,26 +16,18 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
-from support import TINY, few_chains, refusal
+from support import TOKENIZER, few_chains, refusal, save_model
 
 import common.policy
 import grpo_arca
+from common.run_log import environment
 
-TOKENIZER = transformers.AutoTokenizer.from_pretrained(TINY)
 SIZES: dict[str, Any] = {
     "vocab_size": 448, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1,
 }  # fmt: skip
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
-
-
-def save_model(folder: Path, config: transformers.PretrainedConfig) -> Path:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    TOKENIZER.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -237,3 +232,19 @@ def test_products_are_in_full_precision_where_the_machine_asks_for_tf32():
     torch.set_float32_matmul_precision("high")
     grpo_arca.load_policy(grpo_arca.parse_args([]), torch.device("cpu"))
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_what_only_linux_has_ends_no_run(monkeypatch, capsys):
+    """Nothing is promised on another system; this is simulated."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda self: str(self) != "/proc/cpuinfo" and exists(self))
+    assert environment()["hardware"]["cores"] == os.cpu_count()
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr(sys, "argv", ["grpo_arca.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(grpo_arca.__file__, run_name="__main__")
+    assert ended.value.code == 0
+    assert "--model_name_or_path" in capsys.readouterr().out

@@ -2,15 +2,9 @@
 
 import pytest
 import torch
-from support import fixed_draws, problems_of, random_batch, sample, stock, trained, unscored
+from support import fixed_draws, gradient_of, problems_of, random_batch, sample, stock, unscored
 
 import grpo_arca
-
-
-def gradients(run, logp, weights) -> torch.Tensor:
-    """Returns the gradient in the adapter of a sum of log-probs [B, T]."""
-    found = torch.autograd.grad((logp * weights).sum(), trained(run))
-    return torch.cat([gradient.flatten() for gradient in found])
 
 
 @pytest.mark.parametrize(
@@ -43,14 +37,14 @@ def test_log_probs_and_gradients_are_the_stock_models(
     assert shapes == read
     assert (logp[~batch.mask] == 0).all()  # a method may add them up
     weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(0))
-    gradient = gradients(run, logp, weights)
+    gradient = gradient_of(run, (logp * weights).sum())
     run.policy.eval()
     expected, _ = stock(run, batch)
     torch.testing.assert_close(logp, expected, atol=1e-4, rtol=0)
     head = run.model.get_output_embeddings()
     own = (head(hidden) / 0.7).log_softmax(-1).gather(2, batch.ids[:, -12:, None]).squeeze(2)
     torch.testing.assert_close(own[batch.mask], expected[batch.mask], atol=1e-4, rtol=0)
-    truth = gradients(run, expected, weights)
+    truth = gradient_of(run, (expected * weights).sum())
     assert (gradient - truth).norm() < 1e-4 * truth.norm() > 0
 
 
@@ -60,10 +54,10 @@ def test_a_rollout_changes_no_gradient(make_run):
     is all that can be seen on another CPU."""
     run = make_run(rollout_weights="quantized")
     batch = unscored(random_batch())
-    before = gradients(run, grpo_arca.training_forward(run, batch), batch.mask)
+    before = gradient_of(run, grpo_arca.training_forward(run, batch).sum())
     sample(run, problems_of(run), fixed_draws(4, 24))
     grpo_arca.score(run, batch, [batch], {})
-    after = gradients(run, grpo_arca.training_forward(run, batch), batch.mask)
+    after = gradient_of(run, grpo_arca.training_forward(run, batch).sum())
     assert torch.equal(before, after)
     flags = [getattr(m, "support_avx512bf16_for_cpu", None) for m in run.model.modules()]
     assert flags.count(False) == 28 and True not in flags

@@ -8,7 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import SCRIPTS, problems_of, random_batch, trained, trl_loss, unscored
+from support import (
+    ROOT,
+    gradient_of_update,
+    loss_and_gradient,
+    pays,
+    problems_of,
+    random_batch,
+    scored,
+    trained,
+    trl_loss,
+    unscored,
+)
+from transformers import get_scheduler
 
 import grpo_arca
 import grpo_oar
@@ -22,27 +34,20 @@ def flags(**values):
     return grpo_arca.parse_args([f"--{name}={value}" for name, value in values.items()])
 
 
-def loss_and_gradient(args, batch, logp, size=None):
-    """Returns the loss, its gradient in the log-probs [B, T], and which tokens are clipped."""
-    leaf = logp.clone().requires_grad_()
-    run = SimpleNamespace(args=args, update_size=size or len(batch.rows))
-    loss, clipped = grpo_arca.policy_loss(run, batch, leaf, batch.old_logp)
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0], clipped
-
-
 def moved(batch, spread: float) -> torch.Tensor:
     """Returns log-probs of a policy that is not the one that sampled."""
     noise = torch.randn(batch.old_logp.shape, generator=torch.Generator().manual_seed(5))
     return torch.where(batch.mask, batch.old_logp + spread * noise, 0.0)
 
 
-def by_sum(run) -> None:
-    """Makes a run pay by the sum of token ids, so that rewards differ within a group."""
+def paid_by_sum(run) -> grpo_arca.Batch:
+    """Returns a rollout that is paid by the sum of token ids, so rewards differ within a group."""
 
     def remainder(completion_ids, **_):
         return [float(sum(ids) % 17) for ids in completion_ids]
 
     run.reward_funcs = {"remainder": remainder}
+    return grpo_arca.collect(run, {})
 
 
 # ---- Advantages ----------------------------------------------------------------------------------
@@ -107,23 +112,22 @@ def test_equal_rewards_have_no_advantage(scale):
         assert (advantages[0] == 0).all() and (advantages[1] != 0).all()
 
 
+def test_large_rewards_keep_their_differences():
+    """20000001 is no float32. The deviation of four ones and four zeros is (2 / 7) ** 0.5."""
+    values = torch.tensor([20000002.0] * 4 + [20000001.0] * 4, dtype=torch.float64).view(1, 8, 1)
+    weights = torch.ones(1, dtype=torch.float64)
+    advantages = grpo_arca.aggregated_advantages(flags(), values, weights)
+    expected = 0.5 / ((2 / 7) ** 0.5 + 1e-4)
+    torch.testing.assert_close(advantages[0], torch.tensor([expected] * 4 + [-expected] * 4))
+
+
 def test_negative_weight_scales_what_is_below_the_mean(make_run):
     advantages = []
     for weight in (1.0, 0.25):
         run = make_run(negative_weight=weight)
-        by_sum(run)
-        advantages.append(grpo_arca.collect(run, {}).advantages)
+        advantages.append(paid_by_sum(run).advantages)
     expected = torch.where(advantages[0] < 0, 0.25 * advantages[0], advantages[0])
     assert torch.equal(advantages[1], expected) and (expected < 0).any()
-
-
-def pays(*values):
-    """Returns a reward function that gives these rewards in turn."""
-
-    def function(completions, **_):
-        return list(values) * (len(completions) // len(values))
-
-    return function
 
 
 @pytest.mark.parametrize(
@@ -177,8 +181,7 @@ def test_loss_and_gradient_equal_trls(loss_type, beta, correction, weighted):
 def test_dapo_divides_by_the_mean_tokens_of_the_rollouts_updates(make_run):
     """As TRL does: two updates of unequal lengths, each over half of the rollout's tokens."""
     run = make_run(loss_type="dapo", steps_per_generation=2, max_completion_length=80, adapter=0.0)
-    by_sum(run)
-    batch = grpo_arca.collect(run, {})
+    batch = paid_by_sum(run)
     tokens = [int(batch.mask[:8].sum()), int(batch.mask[8:].sum())]
     assert tokens[0] != tokens[1]
     for (micro,) in grpo_arca.micro_batches(run, batch):
@@ -190,13 +193,11 @@ def test_dapo_divides_by_the_mean_tokens_of_the_rollouts_updates(make_run):
         torch.testing.assert_close(gradient, theirs[1], atol=1e-7, rtol=0)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_uniform_credit_is_plain_grpo_to_the_bit(make_run, script):
+@pytest.mark.parametrize("module", [grpo_arca, grpo_oar, grpo_strace])
+def test_uniform_credit_is_plain_grpo_to_the_bit(make_run, module):
     """Its terms are the log-ratio itself, and the same advantage for each token."""
-    module = {"grpo_arca": grpo_arca, "grpo_oar": grpo_oar, "grpo_strace": grpo_strace}[script]
     run = make_run(module, credit="uniform")
-    batch = unscored(random_batch(module))
-    module.score(run, batch, [batch], {})
+    batch = scored(run, module=module)
     assert torch.equal(batch.weights, batch.mask.float())
     weight, advantages = module.surrogate_terms(run.args, batch, batch.entropy)
     assert weight is batch.entropy
@@ -221,8 +222,7 @@ def test_a_method_may_have_a_clip_range_for_each_token():
 def test_truncated_completions_are_left_out_where_that_is_asked(make_run):
     """A batch of nothing else has a finite loss, which is 0, and shows one row, untrained."""
     run = make_run(mask_truncated_completions=True)
-    by_sum(run)
-    batch = grpo_arca.collect(run, {})
+    batch = paid_by_sum(run)
     assert torch.equal(batch.loss_mask.any(1), ~batch.truncated) and batch.truncated.any()
     batch.loss_mask = torch.zeros_like(batch.mask)
     ((micro,),) = grpo_arca.micro_batches(run, batch)
@@ -233,17 +233,10 @@ def test_truncated_completions_are_left_out_where_that_is_asked(make_run):
 
 
 # ---- Updates -------------------------------------------------------------------------------------
-def gradient_of(run, micros) -> torch.Tensor:
-    """Returns the gradient of an update whose step is not taken."""
-    found = []
-
-    def keep():
-        found.append(torch.cat([parameter.grad.flatten() for parameter in trained(run)]).clone())
-
-    run.optimizer.step = keep
+def scored_gradient(run, micros) -> torch.Tensor:
+    """Returns the gradient of an update on micro-batches that have not been scored."""
     grpo_arca.score(run, micros[0], micros, {})
-    grpo_arca.update(run, micros)
-    return found[0]
+    return gradient_of_update(grpo_arca, run, micros)
 
 
 @pytest.mark.parametrize(("loss_type", "beta", "rows"), [("dapo", 0.1, 8), ("dr_grpo", 0.0, 3)])
@@ -252,12 +245,12 @@ def test_no_micro_batch_and_no_dropped_row_changes_the_gradient(make_run, loss_t
     run = make_run(max_grad_norm=0, beta=beta, loss_type=loss_type, credit="surprisal")
     batch = unscored(random_batch())
     batch.advantages[2:7] = 0.0
-    whole = gradient_of(run, [batch])
+    whole = scored_gradient(run, [batch])
     ((micro,),) = grpo_arca.micro_batches(run, unscored(batch))
     parts = [unscored(batch).select(index) for index in torch.arange(8).split(3)]
     assert len(micro.rows) == rows and whole.abs().max() > 1e-4
     for micros in ([micro], parts):
-        assert (gradient_of(run, micros) - whole).norm() < 1e-5 * whole.norm()
+        assert (scored_gradient(run, micros) - whole).norm() < 1e-5 * whole.norm()
 
 
 def test_micro_batches_of_an_update_are_its_own_rows_by_length(make_run):
@@ -265,8 +258,7 @@ def test_micro_batches_of_an_update_are_its_own_rows_by_length(make_run):
     run = make_run(
         steps_per_generation=4, gradient_accumulation_steps=2, max_completion_length=80, adapter=0.0
     )
-    by_sum(run)
-    batch = grpo_arca.collect(run, {})
+    batch = paid_by_sum(run)
     batch.advantages = torch.ones(32)
     batch.advantages[5] = 0.0
     batch.advantages[20:] = 0.0
@@ -318,13 +310,22 @@ def test_an_update_without_a_gradient_moves_weights_by_momentum_alone(make_run, 
     assert lengths[1] == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_rate_begins_at_a_share_of_its_peak_and_ends_above_0(make_run):
-    """A warm-up of 3 is 1/3, 2/3, 1 of the rate: no update is at rate 0."""
-    run = make_run(warmup_steps=3, max_steps=6, learning_rate=0.3)
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_the_schedule_is_one_update_ahead_of_trls(make_run, kind):
+    """A warm-up of 3 is 1/3, 2/3, 1 of the rate: no update is at rate 0, as TRL's first one is.
+
+    docs/trl.md says so.
+    """
+    run = make_run(lr_scheduler_type=kind, warmup_steps=3, max_steps=8, learning_rate=0.3)
+    theirs = get_scheduler(kind, torch.optim.SGD([torch.zeros(1)], 0.3), 3, 9)
     rates = []
-    for run.step in range(6):
+    for run.step in range(8):
+        theirs.optimizer.step()
+        theirs.step()
         rates.append(grpo_arca.update(run, [random_batch()])["learning_rate"])
-    assert rates[:3] == pytest.approx([0.1, 0.2, 0.3]) and rates[2] > rates[3] > rates[5] > 0
+        assert rates[-1] == pytest.approx(theirs.get_last_lr()[0], abs=1e-9)
+    assert rates[:3] == pytest.approx([0.1, 0.2, 0.3]) and rates[2] > rates[3] > rates[7] > 0
+    assert "one update ahead of TRL's" in " ".join((ROOT / "docs/trl.md").read_text().split())
 
 
 def test_no_forward_pass_that_nobody_needs(make_run):
@@ -340,10 +341,8 @@ def test_no_forward_pass_that_nobody_needs(make_run):
         run.args.credit = credit
         run.args.beta = beta
         run.updates_per_rollout = iterations
-        batch = unscored(random_batch())
         calls.clear()
-        grpo_arca.score(run, batch, [batch], {})
-        grpo_arca.update(run, [batch])
+        grpo_arca.update(run, [scored(run)])
         assert len(calls) == 2 * passes, (credit, beta, iterations)
 
 
@@ -413,8 +412,7 @@ def test_a_score_that_is_not_finite_skips_the_update(make_run, monkeypatch, modu
         return scores
 
     monkeypatch.setattr(module, "token_scores", token_scores)
-    batch = unscored(random_batch(module))
-    module.score(run, batch, [batch], {})
+    batch = scored(run, module=module)
     before = state_of(run)
     assert module.update(run, [batch])["skipped_update"] == 1
     assert all(map(torch.equal, before, state_of(run)))

@@ -4,12 +4,13 @@ Every model here is a random one of 64 hidden units, whose weights are large eno
 show. Those with experts are in fp32: experts are no linear layers, so 4 bits leave them out.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import TINY, fixed_draws, sample, stock, trained
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from support import TOKENIZER, fixed_draws, gradient_of, greedy_tokens, sample, stock
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo_arca
 from common.task import Problem
@@ -48,14 +49,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": HEAD | EXPERTS,
 }
 QUICK = ("gemma2", "gpt2", "mixtral")  # windows and caps; learned positions; experts
-TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 PROMPTS = ["What is 3 + 4 * 2? Go step by step.", "12 - 5 =", "What is 3 + 4 * 2? Go step by step."]
 PROBLEMS = [Problem(text, "1", prompt_ids=tuple(TOKENIZER.encode(text))) for text in PROMPTS]
 
 
-def random_model(family: str, settings: dict):
-    """Returns a random model of a family."""
-    config = AutoConfig.for_model(family, **(SMALL | settings))
+def save_family(folder: Path, family: str, **settings) -> str:
+    """Saves a random model of a family."""
+    config = AutoConfig.for_model(family, **(SMALL | FAMILIES[family] | settings))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
@@ -63,7 +63,9 @@ def random_model(family: str, settings: dict):
             parameter.data += 0.05 * torch.randn(parameter.shape)
         elif "norm" not in name:
             parameter.data *= 4
-    return model
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture
@@ -71,11 +73,10 @@ def start(make_run, tmp_path):
     """start(family, ...) -> a Run on a random model, whose adapter acts, after its first check."""
 
     def build(family: str, **settings):
-        random_model(family, FAMILIES[family] | settings).save_pretrained(tmp_path)
-        TOKENIZER.save_pretrained(tmp_path)
         run = make_run(
-            model=str(tmp_path), max_completion_length=LENGTH, gradient_checkpointing=False,
-            load_in_4bit="num_experts" not in FAMILIES[family], lora_r=8,
+            model=save_family(tmp_path, family, **settings), max_completion_length=LENGTH,
+            gradient_checkpointing=False, lora_r=8,
+            load_in_4bit="num_experts" not in FAMILIES[family],
         )  # fmt: skip
         grpo_arca.check_model(run)
         return run
@@ -85,14 +86,10 @@ def start(make_run, tmp_path):
 
 def check_greedy(run) -> None:
     """Tokens are those of `generate`, prompt by prompt, without padding. None of them ends."""
-    run.eos_ids = run.eos_ids[:0]
-    run.model.generation_config.eos_token_id = None
+    run.eos_ids = torch.tensor([SMALL["vocab_size"]])
     batch = sample(run, PROBLEMS, torch.zeros(3, LENGTH), is_greedy=True)
-    how = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0}
-    for row, problem in enumerate(PROBLEMS):
-        ids = torch.tensor([problem.prompt_ids])
-        expected = run.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, -LENGTH:]
-        assert torch.equal(batch.ids[row, batch.prompt_width :], expected)
+    assert batch.mask.all()
+    assert batch.completion_ids == greedy_tokens(run, PROBLEMS, LENGTH)
 
 
 def check_log_probs_and_gradients(run) -> None:
@@ -105,10 +102,7 @@ def check_log_probs_and_gradients(run) -> None:
     expected, entropy = stock(run, batch)
     for ours, truth in ((logp, expected), (batch.sampled_logp, expected), (batch.entropy, entropy)):
         torch.testing.assert_close(ours, truth, atol=2e-4, rtol=0)
-    found = []
-    for value in (logp, expected):
-        gradients = torch.autograd.grad(value.sum(), trained(run), allow_unused=True)
-        found.append(torch.cat([g.flatten() for g in gradients if g is not None]))
+    found = [gradient_of(run, value.sum()) for value in (logp, expected)]
     assert found[1].norm() > 1e-2
     assert (found[0] - found[1]).norm() < 1e-3 * found[1].norm()
 

@@ -6,7 +6,6 @@ the one of a single process by 1e-5 of its largest entry. For OAR it is 3e-4: it
 differences of nearly equal distributions, where rounding counts for more.
 """
 
-import json
 import socket
 from pathlib import Path
 
@@ -15,7 +14,18 @@ import torch
 from accelerate import Accelerator
 from process_worker import CASES, LOSSES
 from safetensors.torch import load_file
-from support import ROOT, TINY_RUN, VARIETY, command_line, refusal, run_forks, stderr_of
+from support import (
+    ROOT,
+    TINY_RUN,
+    VARIETY,
+    command_line,
+    read_jsonl,
+    refusal,
+    run_forks,
+    stderr_of,
+)
+
+import grpo_arca
 
 # Times, memory, and tokens computed, of which some are padding: beginnings of names
 UNEQUAL = ("seconds", "tokens_per_second", "peak_memory", "reward_timeouts", "credit_")
@@ -99,7 +109,7 @@ def test_a_run_on_two_processes_is_the_run_on_one(ran):
     rows = []
     adapters = []
     for out in (ran / "run-1/out", ran / "run-2/out"):
-        rows.append([json.loads(line) for line in (out / "metrics.jsonl").open()])
+        rows.append(read_jsonl(out / "metrics.jsonl"))
         adapters.append(load_file(out / "adapter/adapter_model.safetensors"))
     one, two = rows
     assert all(row["grad_norm"] > 0 for row in one if "reward" in row)
@@ -109,6 +119,23 @@ def test_a_run_on_two_processes_is_the_run_on_one(ran):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
     for name, weight in adapters[0].items():
         assert torch.allclose(adapters[1][name], weight, atol=2e-4), name
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_processes_with_other_problems_steps_or_flags_do_not_train_together(
+    run_main, monkeypatch, place
+):
+    """What the other process has differs in the problems or weights, in the step or in a flag."""
+
+    def gather(own):
+        other = list(own[0])
+        other[place] = "another"
+        return [own[0], tuple(other)]
+
+    monkeypatch.setattr(grpo_arca, "gather_object", gather)
+    code, _, said = run_main(max_steps=0)
+    assert code == 1
+    assert "processes have different weights, problems, flags or reward functions" in said
 
 
 def test_half_a_group_on_a_process_is_refused(make_run, monkeypatch):

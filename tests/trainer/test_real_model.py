@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from support import sample
+from support import greedy_tokens, sample
 
 import grpo_arca
 import grpo_oar
@@ -37,12 +37,7 @@ def rollout(smollm2, make_run):
 def test_greedy_decoding_equals_transformers(rollout):
     run, _ = rollout("float32")
     problems = run.held_out[:2]
-    how = {"do_sample": False, "max_new_tokens": 28, "pad_token_id": 0}
-    expected = []
-    for problem in problems:
-        ids = torch.tensor([problem.prompt_ids])
-        found = run.model.generate(input_ids=ids, eos_token_id=run.eos_ids.tolist(), **how)
-        expected.append(found[0, ids.shape[1] :].tolist())
+    expected = greedy_tokens(run, problems, 28)
     for run.args.rollout_weights in ("dense", "quantized"):
         batch = sample(run, problems, torch.zeros(2, 28), is_greedy=True)
         assert batch.completion_ids == expected

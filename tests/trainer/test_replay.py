@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from support import fixed_draws, problems_of, sample
-from test_models import FAMILIES, TOKENIZER, random_model
+from test_models import FAMILIES, save_family
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -151,11 +151,8 @@ def test_rollouts_of_a_qlora_policy_replay(graphs, make_run, weights):
 )
 def test_every_family_replays(graphs, make_run, tmp_path, family):
     """Sampling by top_p; half of the vocabulary ends a completion, from the 20th column on."""
-    random_model(family, FAMILIES[family]).save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
-    run = make_run(
-        model=str(tmp_path), dtype="float32", load_in_4bit=False, top_p=0.9, temperature=0.7
-    )
+    folder = save_family(tmp_path, family)
+    run = make_run(model=folder, dtype="float32", load_in_4bit=False, top_p=0.9, temperature=0.7)
     run.eos_ids = torch.arange(3, 20)
     assert len(check_replay(graphs, run)) >= 2
 

@@ -1,13 +1,10 @@
 """The rollout: how tokens are drawn, and what each completion depends on."""
 
-import json
-import shutil
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from support import TINY, fixed_draws, problems_of, sample, stock
+from support import TOKENIZER, changed_copy, fixed_draws, greedy_tokens, problems_of, sample, stock
 
 import grpo_arca
 
@@ -67,12 +64,9 @@ def test_greedy_decoding_equals_transformers(make_run, weights):
     run = make_run(rollout_weights=weights)
     problems = problems_of(run)
     batch = sample(run, problems, torch.zeros(4, 24), is_greedy=True)
-    for row, (problem, ours) in enumerate(zip(problems, completions_of(batch), strict=True)):
-        prompt = torch.tensor([problem.prompt_ids])
-        how = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": 2}
-        expected = run.model.generate(input_ids=prompt, **how)[0, prompt.shape[1] :]
-        assert ours == expected.tolist()
-        assert batch.truncated[row] == (ours[-1] != 2)
+    expected = greedy_tokens(run, problems, 24)
+    assert completions_of(batch) == expected
+    assert batch.truncated.tolist() == [ids[-1] != 2 for ids in expected]
 
 
 @pytest.mark.parametrize(
@@ -169,9 +163,23 @@ def test_a_completion_ends_at_its_first_stop_token_and_no_other_token_vanishes(
 
 @pytest.mark.parametrize(("ids", "all_ids"), [([7, 1], [1, 2, 7]), (0, [0, 2]), (None, [2])])
 def test_the_stop_tokens_are_those_of_the_generation_config(make_run, tmp_path, ids, all_ids):
-    folder = shutil.copytree(TINY, tmp_path / "model")
-    Path(folder, "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    assert make_run(model=str(folder)).eos_ids.tolist() == all_ids  # and the tokenizer's
+    folder = changed_copy(tmp_path / "model", {"generation_config.json": {"eos_token_id": ids}})
+    assert make_run(model=folder).eos_ids.tolist() == all_ids  # and the tokenizer's
+
+
+def test_the_token_that_closes_a_turn_ends_a_completion(make_run, tmp_path):
+    """As with Qwen3-1.7B-Base, whose files name another one. Invented turns would follow."""
+    of_model = {"eos_token_id": 0}
+    changes = {"config.json": of_model, "generation_config.json": of_model}
+    changes["tokenizer_config.json"] = {"eos_token": "<|endoftext|>"}
+    folder = changed_copy(tmp_path / "base", changes)
+    run = make_run(model=folder, adapter=None, max_completion_length=80)
+    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    assert run.tokenizer.eos_token == "<|endoftext|>" and run.tokenizer.eos_token_id != end
+    assert run.eos_ids.tolist() == sorted({run.tokenizer.eos_token_id, end})
+    batch = sample(run, run.train_set[:4], fixed_draws(4, 80))
+    assert not batch.truncated.any()
+    assert all(ids[-1] == end for ids in batch.completion_ids)
 
 
 def test_a_group_that_is_drawn_again_has_another_problem_also_without_shuffling(make_run):

@@ -4,7 +4,6 @@ With --beta the adapter, as it was at the start, is the reference. That it resum
 test_resume.py.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,17 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from support import ADAPTER, TINY, make_adapter, random_batch, randomize_adapter, refusal, unscored
+from support import (
+    ADAPTER,
+    TINY,
+    make_adapter,
+    random_batch,
+    randomize_adapter,
+    read_jsonl,
+    refusal,
+    save_model,
+    unscored,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import grpo_arca
@@ -93,11 +102,10 @@ def test_a_runs_own_adapter_is_a_start(run_main, tmp_path):
     evaluations = []
     texts = []
     for folder in ("out", "second"):
-        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        evaluations.append([row["eval"] for row in map(json.loads, lines) if "eval" in row])
-        lines = (tmp_path / folder / "completions.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, lines) if row["eval"]]
-        texts.append([row["completion"] for row in rows])
+        rows = read_jsonl(tmp_path / folder / "metrics.jsonl")
+        evaluations.append([row["eval"] for row in rows if "eval" in row])
+        rows = read_jsonl(tmp_path / folder / "completions.jsonl")
+        texts.append([row["completion"] for row in rows if row["eval"]])
     assert evaluations[1] == evaluations[0][-1:]
     count = len(texts[1])
     assert texts[0][-count:] == texts[1] != texts[0][:count]
@@ -121,16 +129,13 @@ def test_a_variant_that_rollouts_do_not_apply_is_refused(start, tmp_path, varian
 
 def test_trained_biases_are_refused(start, tmp_path):
     """They would stay when the adapter is disabled: KL and ARCA would compare with another base."""
-    base = AutoModelForCausalLM.from_config(
-        Qwen2Config(
-            vocab_size=448, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=2,
-        )
+    config = Qwen2Config(
+        vocab_size=448, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
-    base.save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "base")
-    folder = make_adapter(tmp_path / "biases", str(tmp_path / "base"), bias="lora_only")
-    sentence = refusal(lambda: start(folder, model=str(tmp_path / "base")))
+    base = str(save_model(tmp_path / "base", config))
+    folder = make_adapter(tmp_path / "biases", base, bias="lora_only")
+    sentence = refusal(lambda: start(folder, model=base))
     assert f"{folder} trains biases" in sentence
 
 
@@ -141,24 +146,19 @@ def test_whole_modules_are_trained_in_float32_alone(start, tmp_path):
     assert "set --dtype float32" in refusal(lambda: start(folder, dtype="bfloat16"))
 
 
-def test_missing_weights_are_refused(start, adapter, tmp_path):
-    """PEFT itself would leave the layers without weights as they are when new."""
-    folder = shutil.copytree(adapter, tmp_path / "start")
-    weights = load_file(folder / WEIGHTS)
-    weights.pop(sorted(weights)[0])
-    save_file(weights, folder / WEIGHTS)
-    sentence = refusal(lambda: start(folder))
-    assert f"{folder} has weights that the model lacks, or lacks some" in sentence
-
-
-def test_weights_of_layers_that_the_base_lacks_are_refused(start, adapter, tmp_path):
-    """PEFT leaves them out."""
+@pytest.mark.parametrize("place", [None, "layers.99"])
+def test_weights_that_are_missing_or_of_no_layer_are_refused(start, adapter, tmp_path, place):
+    """PEFT itself would leave layers without weights as they are when new, and the others out."""
     folder = shutil.copytree(adapter, tmp_path / "start")
     weights = load_file(folder / WEIGHTS)
     name = sorted(weights)[0]
-    weights[name.replace("layers.0", "layers.99")] = weights[name].clone()
+    if place is None:
+        weights.pop(name)
+    else:
+        weights[name.replace("layers.0", place)] = weights[name].clone()
     save_file(weights, folder / WEIGHTS)
-    assert "has weights that the model lacks" in refusal(lambda: start(folder))
+    sentence = refusal(lambda: start(folder))
+    assert f"{folder} has weights that the model lacks, or lacks some" in sentence
 
 
 @pytest.mark.parametrize(

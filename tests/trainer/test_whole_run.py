@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, TINY, VARIETY
+from support import ROOT, TINY, VARIETY, read_jsonl
 
 
 def answer_of_card(card: Path) -> str:
@@ -24,17 +24,17 @@ def answer_of_card(card: Path) -> str:
 
 def last_greedy_answer(out: Path) -> str:
     """Returns the answer to the first held-out problem in a run's last evaluation."""
-    rows = [json.loads(line) for line in (out / "completions.jsonl").open()]
+    rows = read_jsonl(out / "completions.jsonl")
     greedy = [row for row in rows if row["kind"] == "greedy"]
     return next(row["completion"] for row in greedy if row["step"] == greedy[-1]["step"])
 
 
 METRICS = (
     "reward rewards/accuracy_reward/mean completion_length truncated_share zero_std_share "
-    "entropy kl clip_fraction clip_fraction_sequence clipped_gradient grad_norm learning_rate "
-    "weight_gini weight_effn sampling_gap seconds_rollout seconds_score seconds_credit "
-    "seconds_update tokens_per_second peak_memory_gb loss skipped_update reward_timeouts "
-    "rollout_tokens sampled_completions"
+    "entropy kl approx_kl clip_fraction clip_fraction_sequence clipped_gradient grad_norm "
+    "learning_rate weight_gini weight_effn sampling_gap seconds_rollout seconds_score "
+    "seconds_credit seconds_update tokens_per_second peak_memory_gb loss skipped_update "
+    "reward_timeouts rollout_tokens sampled_completions"
 )
 FIGURES = {"greedy_accuracy", "sampled_accuracy", "pass@2", "pass@4", "truncated_share"}
 
@@ -49,7 +49,7 @@ def test_the_default_command(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    rows = read_jsonl(out / "metrics.jsonl")
     updates = [row for row in rows if "reward" in row]
     assert [row["step"] for row in updates] == list(range(1, 46))
     assert [row["step"] for row in rows if "eval" in row] == [0, 25, 45]
