@@ -63,10 +63,13 @@ def parse(text: str) -> sympy.Basic:
 def solved(found: sympy.Basic) -> sympy.Basic:
     """Returns the set that inequalities in one letter allow: for x < 1, x > 3 it is two rays."""
     parts = found.args if isinstance(found, sympy.FiniteSet) else [found]
-    for part in parts:
-        is_inequality = isinstance(part, (sympy.core.relational.Relational, sympy.And))
-        if not is_inequality or isinstance(part, sympy.Eq) or len(part.free_symbols) != 1:
-            return found
+    if not all(
+        isinstance(part, (sympy.core.relational.Relational, sympy.And))
+        and not isinstance(part, sympy.Eq)
+        and len(part.free_symbols) == 1
+        for part in parts
+    ):
+        return found
     join = sympy.Intersection if isinstance(parts[0], sympy.Ne) else sympy.Union
     return join(*[part.as_set() for part in parts])
 

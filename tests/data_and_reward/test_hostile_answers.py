@@ -115,7 +115,10 @@ def test_a_batch_of_endless_answers_has_a_limit(fresh, monkeypatch):
 
 LONG = [".", ",", " ", "1", "1 ", "1,000", "°", "and ", "**", "$", "a", "x=", "\\{", "\\text{a}"]
 LONG += ["\\boxed{", "\\boxed{1},", "{", "}", "\\", "1^", "1.\\overline{3}", "\\frac{\\text{", "("]
-LONG += ["how many ", "in ", "_{1}", "_000", "twenty ", "√(", "~$", "\\circ ", "cm 1 and "]
+LONG += [
+    "how many ", "in ", "_{1}", "_000", "twenty ", "√(", "~$", "\\circ ", "cm 1 and ", "{1}", "m/",
+    "kWh ", "\\ln 2\\cdot ", "1:", "to ", "(x", "(x)", "<1", "\\pm ", "<think>", "</think>",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -136,7 +139,10 @@ def test_a_long_answer_takes_no_quadratic_time(unit, at_most_20_seconds):
     """A policy that repeats itself in a box must not hold the trainer, which no limit ends."""
     last_boxed(box(unit * (100_000 // len(unit)) + "!"))
     for longest in ("12 " + unit * (480 // len(unit)) + "!", unit * (480 // len(unit))):
-        for problem in ("How many apples and cm?", unit * 200):
+        for problem in (
+            "Sort, factor, expand! How many cm? Ratio, pair, integral (A), (B)?",
+            unit * 200,
+        ):
             answers.settle(longest, "7", problem)
             answers.settle("7", longest, problem)
 

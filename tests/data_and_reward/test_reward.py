@@ -51,6 +51,12 @@ BOXES = [
     # Thinking that never ends has no answer.
     (r"<think>maybe \boxed{7}? let me check", None), (r"<think>\boxed{7}</think> So 8", "7"),
     (r"<think>\boxed{7}</think> \boxed{8} <think> or \boxed{9}", "8"),
+    (r"[THINK]\boxed{7}", None), (r"[THINK]a[/THINK]\boxed{7}", "7"), (r"◁think▷\boxed{7}", None),
+    (r"<|channel|>analysis<|message|>\boxed{7}", None), (r"<seed:think>\boxed{7}", None),
+    (r"<thinking>\boxed{7}", None), (r"<reasoning>\boxed{7}", None), (r"[Reasoning]\boxed{7}", "7"),
+    (r"<|channel|>analysis<|message|>\boxed{7}<|end|>\boxed{8}", "8"),
+    (r"<thought>\boxed{7}", None), (r"<|channel>thought\boxed{7}", None),
+    (r"<|begin_of_thought|>a<|end_of_thought|>\boxed{7}", "7"),
 ]  # fmt: skip
 
 
@@ -84,7 +90,9 @@ RIGHT = [
     ("x²/4 + y²/9 = 1", r"\frac{x^2}{4} + \frac{y^2}{9} = 1"), ("x-1/2", r"x-\frac12"),
     ("(1/2, √3/2)", r"\left(\frac12, \frac{\sqrt3}{2}\right)"), ("3/4.", "0.75"), ("-1/2", "-0.5"),
     # expressions, lists and sets
-    ("5", "x=5"), ("x = 5", "5"), ("12=x", "12"), (r"\sqrt{8}", r"2\sqrt{2}"), ("-q + p", "p - q"),
+    ("5", "x=5"), ("x = 5", "5"), ("12=x", "12"), ("14 = f(3)", "14"),
+    (r"2\sqrt{2} = AB", r"\sqrt8"), (r"12 = \text{total}", "12"), ("2+3=5=x", "5"),
+    (r"\sqrt{8}", r"2\sqrt{2}"), ("-q + p", "p - q"),
     (r"(3, \pi/2)", r"\left( 3, \frac{\pi}{2} \right)"), ("5, 3, 7", "3, 5, 7"), ("S = s^2", "s^2"),
     ("[-2, 7]", r"x \in [-2,7]"), (r"x\ge0", r"[0,\infty)"), (r"-1 < x \leq 3", "(-1, 3]"),
     (r"1 + \sqrt{19}, 1 - \sqrt{19}", r"1 \pm \sqrt{19}"), ("(x+1)^2", "x^2+2x+1"),
@@ -102,7 +110,8 @@ RIGHT = [
     (r"\$18", "18"), (r"\$18.00", "18", "She pays $3 a day for 6 days."), ("10 percent", r"10\%"),
     (r"10\%", "0.1"), (r"3\text{ dozen}", "36"), ("1.2 million", "1200000"),
     (r"12\text{ apples}", "12", "Ann has 5 apples and buys 7 more."),
-    (r"\textbf{even}", r"\text{even}"), ("Even", r"\text{even}"), ("Evelyn", r"\text{Evelyn}"),
+    (r"\textbf{even}", r"\text{even}"), (r"\text{Yes!}", "Yes"), (r"\text{C)}", r"\text{(C)}"),
+    ("Even", r"\text{even}"), ("Evelyn", r"\text{Evelyn}"),
     # one character where there are many, and Markdown
     (r"\text{(B)}\ 20^\circ C", "B"), (r"(B) \angle A", "B"), ("(C) 5 V", "C"),
     (r"(C) \text{ Plan } B", "C"), ("x = 3 \\cdot 4 = 12", "12"), (r"A = \pi r^2 = 9\pi", r"9\pi"),
@@ -133,6 +142,34 @@ RIGHT = [
     # a formula of the problem that is the answer
     (r"\dfrac{3}{4}", r"\frac34", r"Which is larger, $\frac34$ or $\frac{2}{3}$?"),
     ("m^2 + n^2 = 17", "17", "Find $m^2+n^2$."),
+    # parts by name, unit or order
+    ("y=2, x=1", "(1, 2)"), ("1, 2", "(1, 2)", "Find the ordered pair."), ("(1, 2)", "x=1, y=2"),
+    ("b=1, m=2", "(2, 1)", "Find (m,b)."), (r"r=2, \theta=1", "(2, 1)"), ("x=2, 1", "x=1, x=2"),
+    ("(x, y) = (1, 2)", "x=1, y=2"),
+    (r"5\text{ in}, 3\text{ ft}", r"3\text{ ft}, 5\text{ in}"), ("5, 3", "x=3, x=5", "Solve it."),
+    (r"3\text{ h }5\text{ min}", r"3\text{ hours and }5\text{ minutes}"), ("x_1=5, x_2=3", "3, 5"),
+    (r"\text{Bob and Ann}", r"\text{Ann, Bob}"), ("(2,1), (1,2)", "(1,2),(2,1)", "Ordered pairs?"),
+    ("1 < 2 < 3", "1, 2, 3", "Sort 2, 3, 1."), ("3, 1", "1, 3", "Find the roots in any order."),
+    # names
+    (r"\angle BAC = 90^\circ", r"90^\circ", "Find angle BAC."), (r"\angle ABC = 60^\circ", "60"),
+    ("BA = 3", "AB = 3"), ("P(B) = 0.3", r"P(B) = \frac{3}{10}"), (r"\text{Area}=3", "A = 3"),
+    # units of the gold answer, left out or in another spelling
+    (r"12\text{ km/h}", "12 km/h"), ("12", "12 km/h"), (r"5\,\mathrm{m}", "5 m"), ("5", "5 s"),
+    (r"9.8\text{ m/s}^2", "9.8 m/s^2"), ("4.5", "4.5 kWh"), (r"\$15/hour", "$15/hour"),
+    (r"20^\circ\text{C}", "20°C"), (r"12\frac{\text{km}}{\text{h}}", "12 km/h"), ("5m", "5 m"),
+    (r"12\ \mathrm{km/h}", "12 km/h"), (r"5\text{ meters}", "5 m", "A rope of 20 m has 4 parts."),
+    (r"5\text{ kilowatt-hours}", "5 kWh"), (r"9.8\frac{\text{m}}{\text{s}^2}", "9.8 m/s^2"),
+    # other spellings
+    ("{5}", "5"), (r"{\frac{1}{2}}", "0.5"), ("{1, 2}", "2, 1"), (r"\text{Option C}", "C"),
+    ("(c)", "C", "(A) 1 (B) 2 (C) 3"), ("c", r"\text{(C)}", r"A. 1 B. 2 C. 3"),
+    (r"\text{The answer is } 5", "5"), (r"\text{Answer: }5", "5"), (r"\text{The answer is C}", "C"),
+    (r"3:00\text{ p.m.}", "3:00 PM"), (r"4:30 \text{ p.m.}", r"\text{4:30 p.m.}"),
+    ("07:45", "7:45"), ("2x+c", "2x+C", r"Find $\int 2\,dx$."), (r"\frac{1}{2^{100}}", "2^{-100}"),
+    ("5:3", "5/3", "What is the ratio?"), (r"5\text{ to }3", "5:3", "What is the ratio?"),
+    (r"y\log_5 2", r"y \cdot \log_5 2"), (r"\log_5 2 \cdot y", r"y\log_5 2"),
+    # another form than the problem has
+    ("(x+3)(x-3)", "(x-3)(x+3)", "Factor x² - 9."), ("(x+1)x", "x(x+1)", "Factor $x^2+x$."),
+    ("0.75", r"\frac34", "By what factor does it shrink?"), ("0.5", "0.5", "Which is 0.5?"),
 ]  # fmt: skip
 WRONG = [
     ("7", "8"), ("", "7"), ("-7", "7"), ("0.33", r"\frac13"), ("0", "0.0000001"),
@@ -196,6 +233,36 @@ WRONG = [
     # the problem's own formula
     ("99^2+99+1", "9901", "Compute $99^2 + 99 + 1$."), ("x^2+x", "x(x+1)", "Factor $x^2 + x$."),
     ("x^2<4", "(-2,2)", "Find all x with $x^2<4$."), ("x+1=4", "x=3", "Solve $x+1=4$."),
+    ("6/8", r"\frac34", "Write 6/8 in lowest terms."), ("√12", r"2\sqrt3", "Simplify √12."),
+    ("x^2 - 9", "(x-3)(x+3)", "Factor x² - 9."), ("1,000/50", "20", "Compute 1,000/50."),
+    ("3/4", "0.75", "Write 3/4 as a decimal."), ("45%", "0.45", "Write 45% as a decimal."),
+    ("0.00012", r"1.2\times10^{-4}", "Write 0.00012 in scientific notation."),
+    (r"\frac{12}{18}", r"\frac23", "Compute 12÷18."), (r"xx^2", "x^3", r"Simplify $x \cdot x^2$."),
+    (r"6/\sqrt3", r"2\sqrt3", r"Rationalize $\frac{6}{\sqrt{3}}$."),
+    ("2x - y = -1", "y=2x+1", "Solve $2x-y=-1$ for y."),
+    # not factored, or not expanded
+    ("1(x^2+3x+2)", "(x+1)(x+2)", "Factor x^2+3x+2."), ("2(x^2-9)", "2(x-3)(x+3)", "Factor it."),
+    ("2+3x+x^2", "(x+1)(x+2)", "Factor x^2+3x+2."), ("1(x^2+x)", "x(x+1)", "Factor $x^2+x$."),
+    ("1(x(x+3)+2)", "(x+1)(x+2)", "Factor x^2+3x+2."), ("(x+1)(x+1)", "x^2+2x+1", "Expand it."),
+    # order, pairs and names
+    ("3, 1, 2", "1, 2, 3", "Sort 2, 3, 1."), ("D, B, A", "A, B, D", "In which order are A, B, D?"),
+    ("3 > 2 > 1", "1, 2, 3", "Sort 2, 3, 1."), ("5, 2", "2, 5", "Find $a$ and $b$."),
+    (r"5\text{ ft}, 3\text{ in}", r"3\text{ ft}, 5\text{ in}"), ("y=1, x=2", "(1, 2)"),
+    (r"5\text{ h }3\text{ min}", r"3 \text{ hours and } 5 \text{ minutes}"), ("(1, 2)", "x=1, x=2"),
+    (r"\text{fig, pear}", r"\text{pear, fig}", "Sort fig and pear by weight."),
+    ("1, 2", "(1, 2)", "Where is it negative?"), (r"\{1, 2\}", "(1, 2)", "Find the ordered pair."),
+    ("1, 2", "(1, 2)", "On which interval is the y of the point (x, y) negative?"),
+    ("(2, 1)", "x=1, y=2"), ("2, 1", "x=1, y=2"), ("(x, y) = (2, 1)", "x=1, y=2"),
+    ("b=2, m=1", "(2, 1)", "Find (m,b)."),
+    ("x=1, x=2", "(1, 2)", "Find the ordered pair."),
+    ("y = 3", "x = 3"), ("P(A) = 0.3", "P(B) = 0.3"), ("P(A|B) = 0.3", "P(B|A) = 0.3"),
+    (r"\angle ABC = 60^\circ", r"\angle BCA = 60^\circ"),
+    # units, times and choices; a letter of the problem is no unit
+    (r"5\text{ km}", "5 m"), ("3:00", "3:00 PM"), ("8:60", "4:30", "When?"), ("5", "5x"),
+    ("5", "5 m", "What is $2 m + 3 m$?"), ("4", "4 s", "Give the perimeter of a square of side s."),
+    (r"5\text{ kW}", "5 kWh"), (r"3:00\text{ a.m.}", "3:00 PM"), ("1:3:2", "1:2:3", "Which ratio?"),
+    (r"\text{The answer is not }5", "5"), ("(d)", "C", "(A) 1 (B) 2 (C) 3 (D) 4"), ("c", "C"),
+    ("x+k", "x+C", "Add $x$ and $C$."), (r"\log_5 2y", r"y\log_5 2"), ("{4}{2}", "42"),
 ]  # fmt: skip
 
 
