@@ -48,7 +48,7 @@ class Flags:
 
 
 # === CREDIT ===
-from common.data import encode_prompt, whole_prompt
+from common.data import encode_prompts, whole_prompt
 
 
 def informed(run: Run, micro: Batch) -> Batch:
@@ -65,8 +65,8 @@ def informed(run: Run, micro: Batch) -> Batch:
         place = max(i for i, message in enumerate(messages) if message["role"] == "user")
         content = messages[place]["content"] + f" The answer is {answer}."
         messages[place] = messages[place] | {"content": content}
-        ids = encode_prompt(
-            run.tokenizer, messages, None, json.loads(run.args.chat_template_kwargs)
+        (ids,) = encode_prompts(
+            run.tokenizer, [messages], json.loads(run.args.chat_template_kwargs)
         )
         prompts.append(torch.tensor(ids, device=micro.ids.device))
     told = nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")

@@ -29,5 +29,5 @@ def test_the_first_worked_example_is_as_documented_and_would_be_rewarded(tmp_pat
     row = json.loads(path.read_text().splitlines()[0])
     asked, solution = [message["content"] for message in row["prompt"][1:3]]
     assert (asked, solution) == ("7 + 4 - 4", "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}")
-    (problem,) = parse_rows([row | {"steps": [11, 7]}], "sums", None, None, True)
+    (problem,) = parse_rows([row | {"steps": [11, 7]}], "sums")
     assert has_right_steps(solution, problem)

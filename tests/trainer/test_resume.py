@@ -276,6 +276,12 @@ def test_a_new_adapters_scale_must_stay(make_run, tmp_path):
     assert "has another model" in refusal(lambda: grpo_arca.resume(other))
 
 
+def test_another_programs_checkpoint_is_not_called_damaged(again, tmp_path):
+    (tmp_path / "out/checkpoint-500").mkdir(parents=True)
+    sentence = refusal(lambda: grpo_arca.resume(again(output_dir=tmp_path / "out")))
+    assert "checkpoint-500 has no state.pt" in sentence and "damaged" not in sentence
+
+
 @pytest.mark.parametrize("damage", ["a flipped bit", "torn", "a pickle of something else"])
 def test_a_damaged_checkpoint_is_not_used(again, first, tmp_path, damage):
     """PyTorch's reader would take a flipped bit for a weight."""
