@@ -73,7 +73,7 @@ def read_splits(name: str, config: str | None) -> dict[str, list[dict[str, Any]]
             )
             return {"train": [as_row(list(zip(header, row, strict=True))) for row in rows]}
         text = file.read()
-    if kind == "jsonl":
+    if not re.match(r"\s*(?:\[|\{\s*\n)", text):  # JSON lines, whatever the file's name
         # Each line is a list, so that no row goes on in the next line, and an error names its line.
         text = "[" + text.replace("\n", "],\n[") + "]"
     return {
@@ -139,16 +139,22 @@ def parse_rows(
         isinstance(row.get("steps") or [], list) and {*map(type, row.get("steps") or [])} <= {int}
         for row in rows
     )
+    # Only a prompt may begin the answer. In other columns, chats end with a whole reply.
+    may_begin_answer = "prompt" in prompt_key.lower()
     say(
         f"{name}: problems come from the column {prompt_key}, answers from {answer_key or 'none'}; "
         f"all columns are {', '.join(columns)}"
         + ("" if has_steps else ". No steps are graded, because not all are lists of integers")
+        + (
+            ""
+            if may_begin_answer or not isinstance(cell_of(rows[0], prompt_key), list)
+            else ". Of each chat, the last reply is dropped"
+        )
     )
     unseen = {"image", "images", "video", "videos", "audio", "tools"}.intersection(columns)
     found = []
     for number, row in enumerate(rows, 1):
-        # Only a prompt may begin the answer. In other columns, chats end with a whole reply.
-        prompt = as_prompt(cell_of(row, prompt_key), is_open="prompt" in prompt_key.lower())
+        prompt = as_prompt(cell_of(row, prompt_key), may_begin_answer)
         answer = gold_answer(cell_of(row, answer_key) if answer_key else None)
         problem = Problem(
             prompt or "",
@@ -216,10 +222,10 @@ def cell_of(row: dict[str, Any], column: str) -> Any:
     )
 
 
-def as_prompt(cell: Any, is_open: bool) -> str | list[dict[str, str]] | None:
+def as_prompt(cell: Any, may_begin_answer: bool) -> str | list[dict[str, str]] | None:
     """Returns a text or chat messages whose contents are texts, or None if the cell is neither.
 
-    Unless `is_open`, the replies at the end of a chat are left out.
+    Replies at the end of a chat are left out, unless they may begin an answer.
     """
     if isinstance(cell, str):
         # A .csv file holds the text of a chat, and not the chat.
@@ -237,7 +243,7 @@ def as_prompt(cell: Any, is_open: bool) -> str | list[dict[str, str]] | None:
         ]
     except (KeyError, TypeError):
         return None
-    while not is_open and messages and messages[-1]["role"] == "assistant":
+    while messages and messages[-1]["role"] == "assistant" and not may_begin_answer:
         messages.pop()
     return messages
 
@@ -264,14 +270,16 @@ def has_answer(begun: str, answer: str) -> bool:
 
 # Text without a mark is no answer if it has a number after some words or a verb ("the answer is
 # 16"), five words in a row, or several lines that are not one LaTeX environment; if it is a box
-# that is not closed, has tags, or is a program's dict or list, or punctuation; or if it is what
-# programs write for a number that is missing or not finite, and people or NuminaMath for no answer.
+# that is not closed, has tags, or is a program's dict or list, or punctuation; if it has characters
+# of HTML or in a wrong encoding; or if it is what programs write for a number that is missing or
+# not finite, and people or NuminaMath for no answer.
 NO_ANSWER = re.compile(
     r"^\W*[A-Za-z]{2,}(?::|\s+[A-Za-z]{2,}\b).*[0-9]"
     r"|(?<!\\)\b(?:is|are|was|were|equals)\b.*[0-9]"
     r"|(?:[A-Za-z]+[ ,]+){5}"
     r"|^(?!.*\\begin\{).*\n"
     r"|\\boxed|</\w+>|<\|\w+\|>|^\s*[{\[]\s*['\"]|^[\s?!.,;:_-]*$"
+    r"|&(?:lt|gt|amp|quot|nbsp|#\d+);|[\xc2\xc3][\x80-\xbf]|\xe2\u20ac"
     r"|^\s*(?:None|NA|NaT|proof|notfound|(?i:tbd|todo|unknown))\s*$"
     r"|^\s*(?:[+-]?(?i:nan|inf|infinity)|#?(?i:n/a|null|<na>)|#[A-Z/0]+[!?])\s*$",
     re.DOTALL,
@@ -362,8 +370,13 @@ def hold_out(
     random.Random(0).shuffle(held_out)
     held_out = held_out[:count]
     seen = {text_of(problem) for problem in held_out} | {p.prompt_ids for p in held_out}
-    found = [(p, "they are held out" if {text_of(p), p.prompt_ids} & seen else "") for p in train]
-    return without_faults(found, "problems to train on"), held_out
+    return (
+        without_faults(
+            [(p, "they are held out" if {text_of(p), p.prompt_ids} & seen else "") for p in train],
+            "problems to train on",
+        ),
+        held_out,
+    )
 
 
 def problem_at(position: int, count: int, seed: str | None) -> int:

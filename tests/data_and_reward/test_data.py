@@ -226,7 +226,7 @@ NO_GOLDS = [
     json.loads("-Infinity"), 1e400, "   ", "3 + 4 = 7\n#### The answer is 7",
     "proof", "notfound", "<answer>5</answer>", '{"answer": "5"}', "{'a': 5}", '["5"]', "TBD",
     "unknown", "?", "-", "...", "5<|im_end|>", "\\boxed{5", "\x0crac{5}{2}", "\text{Friday}",
-    "5\ufffd", "So 2\times 3 is 6.\n#### 6", "\boxed{5}",
+    "5\ufffd", "x &lt; 5", "90\xc2\xb0", "So 2\times 3 is 6.\n#### 6", "\boxed{5}",
     "None", "nan", "NaN", " NA", "N/A", "<NA>", "null", "#### nan", Decimal("NaN"),
     ["84", "85"], [84], {"value": "84"}, b"1",
 ]  # fmt: skip
@@ -297,7 +297,7 @@ def test_cells_of_a_csv_file_stay_as_written(tmp_path):
 ROW = ["x" * 150_000, "1"]
 LINE = f'{{"problem": "{ROW[0]}", "answer": "1"}}\n'
 TEXTS = {
-    "set.JSONL": LINE, "set.jsonl.gz": LINE, "a:b.Json": f"[{LINE}]",
+    "set.JSONL": LINE, "set.jsonl.gz": LINE, "a:b.Json": f"[{LINE}]", "lines.json": LINE,
     "set.csv.gz": f"problem,answer\n{','.join(ROW)}\n",
     "set.tsv": f"problem\tanswer\n{chr(9).join(ROW)}\n",
 }  # fmt: skip
@@ -408,7 +408,8 @@ BROKEN = [
     ("jsonl", '{"problem": "a", "answer": 1}\n{"problem": "b", "answ', "line 2"),
     ("jsonl", '{"problem": "a", "answer": 1}\n\n{"problem": "b" "answer": 1}\n{}', "line 3"),
     ("json", '[{"problem": "a"},\n{"problem": ]', "line 2"),
-    ("json", '{"problem": ["a", "b"], "answer": [1, 2]}', "no list of rows"),
+    ("json", '{\n"problem": ["a", "b"],\n"answer": [1, 2]}', "no list of rows"),
+    ("json", '{"problem": ["a", "b"], "answer": [1, 2]}', "problem has no text"),
     ("json", '["a", "b"]', "no list of rows"),
     ("json", '[{"problem": "a", "answer": 1, "answer": 2}]', "one name: .*'answer', 'answer'"),
     ("json", "[]", "has no rows"),
