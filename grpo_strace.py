@@ -147,16 +147,22 @@ class Args:
     lora_dropout: Annotated[float, 0, 0.99] = flag(0.0, "dropout before the adapter in training")
     lora_target_modules: list[str] = flag(["all-linear"], "linear layers that get a new adapter")
     # data and reward
-    dataset_name: str = flag("chain_arithmetic", "embedded, Hub id, or .jsonl/.json/.csv/.parquet")
+    dataset_name: str = flag(
+        "chain_arithmetic", "embedded, Hub id, or .jsonl/.json/.csv/.tsv/.parquet"
+    )
     dataset_config: str | None = flag(
         None, "config of a Hub data set; embedded: operations, 2 to 8"
     )
     dataset_train_split: str = flag("train", "split to train on")
     dataset_test_split: str = flag("test", "split to evaluate on")
     shuffle_dataset: bool = flag(True, "shuffle the problems in every epoch")
-    eval_dataset_name: str | None = flag(None, "evaluate on this data set, not on the test split")
+    eval_dataset_name: str | None = flag(
+        None, "evaluate on this set, as openai/gsm8k:main, and not on the test split"
+    )
     prompt_column: str | None = flag(None, "column of the problem, if not problem|question|prompt")
-    answer_column: str | None = flag(None, "column of the gold answer, if not answer|solution")
+    answer_column: str | None = flag(
+        None, "column of the gold answer, if not answer|solution|ground_truth"
+    )
     system_prompt: str | None = flag(None, "system message before every problem")
     chat_template_kwargs: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
     reward_funcs: list[str] = flag(
@@ -1499,7 +1505,12 @@ def resume(run: Run) -> None:
     file = folder / f"checkpoint-{newest}/state.pt"
     # torch.load would not see a flipped bit.
     if not zipfile.is_zipfile(file) or zipfile.ZipFile(file).testzip() is not None:
-        fail(f"{file.parent} is damaged: delete it")
+        fail(
+            f"{file.parent} is damaged: delete it"
+            if file.exists()
+            else f"{file.parent} has no state.pt, as if another program had made it: delete it, or "
+            "change --output_dir"
+        )
     state = torch.load(file, map_location="cpu", weights_only=True)
     if (
         state["identity"] != run.identity
@@ -1530,13 +1541,15 @@ def resume(run: Run) -> None:
 def parse_args(argv: list[str] | None = None) -> Args:
     """Parses the flags, and fills in those that depend on the model, the machine or others."""
     # Parse once to learn the model, and again with the defaults that suit it.
-    parser = transformers.HfArgumentParser(Args, usage="%(prog)s [flags]", allow_abbrev=False)
-    (args,) = parser.parse_args_into_dataclasses(argv)
+    parser = transformers.HfArgumentParser(
+        Args, usage="%(prog)s [flags]; docs/trl.md has other flags of TRL", allow_abbrev=False
+    )
+    args = parser.parse_args(argv)
     file = Path(args.model_name_or_path, "config.json")
     is_embedded = file.exists() and "embedded_policy" in file.read_text(encoding="utf-8")
     adapter_values = adapter_flags(args.start_adapter)
     parser.set_defaults(**(EMBEDDED_DEFAULTS if is_embedded else {}) | adapter_values)
-    (args,) = parser.parse_args_into_dataclasses(argv)
+    args = Args(**vars(parser.parse_args(argv)))
     if not adapter_values.items() <= vars(args).items():
         fail(f"--start_adapter {args.start_adapter} has {adapter_values}: leave these flags out")
     if args.report_to != "none":

@@ -18,6 +18,8 @@ def adapter_flags(folder: str | None) -> dict[str, Any]:
     if folder is None:
         return {}
     config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
+    if config["peft_type"] != "LORA":
+        fail(f"{folder} is an adapter of the type {config['peft_type']}, and must be of LORA")
     return {
         "lora_r": config["r"],
         "lora_alpha": config["lora_alpha"],
@@ -36,6 +38,9 @@ def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | 
     `nf4_dtype` is the precision in which NF4 layers compute, or None if no layer is quantized.
     """
     name = base.name_or_path
+    # transformers applies an adapter that lies beside a base, and a new one would replace it.
+    if getattr(base, "_hf_peft_config_loaded", False):
+        fail(f"{name} also holds an adapter: put it into a folder of its own, for --start_adapter")
     if loading["missing_keys"]:  # the model class fills these with random numbers
         fail(f"{name} lacks weights: {', '.join(sorted(loading['missing_keys'])[:5])}")
     # A whole part that the class does not have, such as a vision tower, may be left out.
@@ -74,18 +79,17 @@ def check_adapter(model: PeftModel, targets: list[str], folder: str | None) -> N
         if loaded.missing_keys or loaded.unexpected_keys:
             fail(f"{folder} has weights that the model lacks, or lacks some: {loaded}")
     config = model.peft_config["default"]
-    is_variant = any(getattr(layer, "lora_variant", None) for layer in model.modules())
     if (
         config.bias != "none"
         or config.lora_bias
-        or is_variant
+        or any(getattr(layer, "lora_variant", None) for layer in model.modules())
         # PiSSA and others change the base: without the adapter, it is another model.
         or config.init_lora_weights not in (True, False, "gaussian", "eva", "orthogonal")
     ):
         fail(f"{folder} trains biases, or is a variant of LoRA such as DoRA or PiSSA")
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.get_text_config().tie_word_embeddings and any(
-        hasattr(layer, "base_layer") for layer in ends
+        hasattr(layer, "base_layer")
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings())
     ):
         fail("one matrix is input and output of the model: leave it out of the adapter's layers")
     if any(p.dtype != torch.float32 for p in model.parameters() if p.requires_grad):

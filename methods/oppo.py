@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from common import fail
 from common.credit import control_weights
-from common.data import encode_prompt, whole_prompt
+from common.data import encode_prompts, whole_prompt
 from grpo_arca import Args, Batch, Run, credit_draws, flag, in_fp32, key_seed, normalize
 
 
@@ -54,8 +54,8 @@ def informed(run: Run, micro: Batch) -> Batch:
         place = max(i for i, message in enumerate(messages) if message["role"] == "user")
         content = messages[place]["content"] + f" The answer is {answer}."
         messages[place] = messages[place] | {"content": content}
-        ids = encode_prompt(
-            run.tokenizer, messages, None, json.loads(run.args.chat_template_kwargs)
+        (ids,) = encode_prompts(
+            run.tokenizer, [messages], json.loads(run.args.chat_template_kwargs)
         )
         prompts.append(torch.tensor(ids, device=micro.ids.device))
     told = torch.nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")

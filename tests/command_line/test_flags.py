@@ -57,7 +57,10 @@ SHARED = {
     "prompt_column": ("problem", ""),
     "answer_column": ("answer", ""),
     "system_prompt": ("Be_brief. ünïcode☃ {}", ""),
-    "chat_template_kwargs": ('{} {"enable_thinking":false} {"padding":true}', "{ no"),
+    "chat_template_kwargs": (
+        '{} {"chat_template":"{{messages}}"}',
+        '{ no [] {"enable_thinking":false} {"padding":true}',
+    ),
     "reward_funcs": ("accuracy_reward", "nope no.such os.path"),
     "reward_weights": ("1 0.5 -2", "x nan inf"),
     "num_generations": ("2 4", "1 0 -2 1.5 x"),
@@ -203,8 +206,8 @@ def test_a_base_whose_files_are_links_keeps_its_own_path(tmp_path):
 # ---- What is refused at once ---------------------------------------------------------------------
 @pytest.mark.parametrize("argv", ["--learning_rat 1", "--use_vllm True", "stray", "--beta"])
 def test_what_is_no_flag_is_named(argv, capsys):
-    said = refusal(functools.partial(grpo_arca.parse_args, argv.split()))
-    assert argv.split()[0] in said + capsys.readouterr().err
+    said = refusal(functools.partial(grpo_arca.parse_args, argv.split())) + capsys.readouterr().err
+    assert argv.split()[0] in said and "docs/trl.md" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -323,11 +326,13 @@ def sizes_fit(flags: dict[str, str]) -> bool:
 
 def splits_fit(flags: dict[str, str]) -> bool:
     """Returns whether no config or split is asked for of a file, which has none."""
-    is_file = (BASE | flags)["dataset_name"] != "chain_arithmetic"
-    splits = [flags.get("dataset_config", ""), flags.get("dataset_train_split", "train")]
-    if "eval_dataset_name" not in flags:
-        splits.append(flags.get("dataset_test_split", "test"))
-    return not is_file or set(splits) <= {"", "train", "test"}
+    chosen = BASE | flags
+    asked = set()
+    if chosen["dataset_name"] != "chain_arithmetic":
+        asked |= {flags.get("dataset_config", ""), flags.get("dataset_train_split", "train")}
+    if chosen.get("eval_dataset_name", chosen["dataset_name"]) != "chain_arithmetic":
+        asked.add(flags.get("dataset_test_split", "test"))
+    return asked <= {"", "train", "test"}
 
 
 @pytest.mark.slow

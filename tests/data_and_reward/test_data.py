@@ -1,5 +1,6 @@
 """Data sets of every kind, the embedded task, the order of problems, and their prompts."""
 
+import gzip
 import json
 import random
 import re
@@ -11,13 +12,13 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from support import TINY, changed_copy
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from support import TINY, changed_copy, command_line
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import grpo_arca
 from common import data
-from common.data import encode_problems, encode_prompt, load_problems, parse_rows, read_splits
+from common.data import parse_rows, read_splits, whole_prompt
 from common.reward import GRADER, is_right
 from common.task import Problem, chain_problems, has_right_steps, token_roles
 
@@ -37,9 +38,22 @@ def write(path, rows: list[dict]) -> str:
     return str(path)
 
 
-def load(name, eval_name=None, columns=(None, None, True), count=200, seed=1, config=None):
-    """Returns the training problems and the held-out ones, as a run without other flags does."""
-    return load_problems(str(name), config, "train", "test", eval_name, columns, count, seed)
+def load(name, needs_answers=True, **flags) -> tuple[list[Problem], list[Problem]]:
+    """Returns the training problems and the held-out ones, as a run with these flags has them."""
+    args = grpo_arca.parse_args(command_line({"dataset_name": name} | flags))
+    return data.load_data(args, needs_answers)[1:]
+
+
+def read(path) -> list[Problem]:
+    """Returns the problems in a file."""
+    return parse_rows(read_splits(str(path), None)["train"], "x")
+
+
+def encode(tokenizer, problems: list[Problem], system_prompt=None, room=999, **kwargs):
+    """Returns the problems with their prompts as ids."""
+    return data.encode_problems(
+        tokenizer, problems, "x", system_prompt, kwargs, room, vocabulary=999
+    )
 
 
 def plain(problems: list[Problem]) -> list[tuple]:
@@ -50,7 +64,7 @@ def plain(problems: list[Problem]) -> list[tuple]:
 def parsed(cells: list) -> list[str]:
     """Returns the gold answers in a column, of the rows that are not left out."""
     rows = [{"problem": f"p{i}", "answer": cell} for i, cell in enumerate(cells)]
-    return [problem.answer for problem in parse_rows(rows, "x", None, None, True)]
+    return [problem.answer for problem in parse_rows(rows, "x")]
 
 
 # ---- Kinds of data sets --------------------------------------------------------------------------
@@ -60,11 +74,12 @@ def test_files_of_every_kind(tmp_path, kind, prompt, answer):
     rows = [{prompt: r["problem"], answer: f"\\boxed{{{r['answer']}}}", "n": 1} for r in ROWS]
     path = tmp_path / f"set.{kind}"
     train, held_out = load(write(path, rows))
-    assert len(held_out) == 8 and train + held_out != []
-    assert plain(train) == sorted((r["problem"], r["answer"]) for r in ROWS)
-    assert train[3].columns == {answer: rows[3][answer], "n": "1" if kind == "csv" else 1}
+    assert len(held_out) == 8 and len(train) == 32
+    assert plain(train + held_out) == sorted((r["problem"], r["answer"]) for r in ROWS)
+    row = rows[train[3].row - 1]
+    assert train[3].columns == {answer: row[answer], "n": "1" if kind == "csv" else 1}
     write(path, rows[:10])  # another file of the same name and size is read anew
-    assert len(load(path)[0]) == 10
+    assert len(load(path)[0]) == 8
 
 
 @pytest.fixture
@@ -78,13 +93,14 @@ def test_a_data_set_with_splits_and_one_with_a_train_split_alone(offline_sets):
     folder = offline_sets / "set"
     folder.mkdir()
     write(folder / "train.jsonl", ROWS[:30])
-    assert [len(part) for part in load(folder)] == [30, 6]  # as a file
+    assert [len(part) for part in load(folder)] == [24, 6]  # as a file
     write(folder / "test.jsonl", ROWS[25:])
     train, held_out = load(folder)
-    assert plain(train) == plain(parse_rows(ROWS[:30], "x", None, None, True))
-    assert plain(held_out) == plain(parse_rows(ROWS[25:], "x", None, None, True))
-    swapped = load_problems(str(folder), None, "test", "train", None, (None, None, True), 99, 1)
-    assert [plain(part) for part in swapped] == [plain(held_out), plain(train)]
+    assert plain(train) == plain(parse_rows(ROWS[:25], "x"))  # the others are held out
+    assert plain(held_out) == plain(parse_rows(ROWS[25:], "x"))
+    train, held_out = load(folder, dataset_train_split="test", dataset_test_split="train")
+    assert plain(train) == plain(parse_rows(ROWS[30:], "x"))
+    assert plain(held_out) == plain(parse_rows(ROWS[:30], "x"))
 
 
 def test_flags_of_splits_that_are_not_there_are_refused(tmp_path, offline_sets):
@@ -94,28 +110,30 @@ def test_flags_of_splits_that_are_not_there_are_refused(tmp_path, offline_sets):
     for split in ("train", "validation"):
         write(folder / f"{split}.jsonl", ROWS)
     name = write(tmp_path / "file.jsonl", ROWS)
-    rest = ((None, None, True), 99, 1)
+    train = {"dataset_train_split": "tain", "dataset_test_split": "validation"}
     for of, flags, says in (
-        (folder, ("tain", "validation", None), "no .*tain.* among .*'train', 'validation'"),
-        (folder, ("train", "test", None), "no .*test.* among .*'train', 'validation'"),
-        (name, ("train", "test", str(folder)), "no .*test.* among .*'train', 'validation'"),
-        (name, ("part", "test", None), "is a file"),
-        (name, ("train", "part", None), "is a file"),
+        (folder, train, "--dataset_train_split: .* no tain, but .'train', 'validation'"),
+        (folder, {}, "--dataset_test_split: .* no test, but .'train', 'validation'"),
+        (name, {"eval_dataset_name": folder}, "--dataset_test_split: .* no test"),
+        (name, {"dataset_train_split": "part"}, "--dataset_train_split: .* no part, but .'train'"),
+        (name, {"dataset_test_split": "part"}, "--dataset_test_split: .* no part"),
     ):
         with pytest.raises(SystemExit, match=says):
-            load_problems(str(of), None, *flags, *rest)
-    with pytest.raises(SystemExit, match="is a file"):
-        load(name, config="main")
-    for flags in (("train", "validation", str(folder)), ("train", "test", name)):
-        assert len(load_problems(name, None, *flags, *rest)[1]) == 40
+            load(of, **flags)
+    with pytest.raises(SystemExit, match="is a file, which has no configs"):
+        load(name, dataset_config="main")
 
 
-def test_an_evaluation_set_of_its_own(tmp_path):
+def test_an_evaluation_set_of_its_own(tmp_path, offline_sets):
+    """Its one split will do, whatever the name."""
     name = write(tmp_path / "train.jsonl", ROWS)
     other = write(tmp_path / "eval.jsonl", [{"problem": "New?", "answer": "7"}])
-    train, held_out = load(name, other)
+    train, held_out = load(name, eval_dataset_name=other)
     assert len(train) == 40 and plain(held_out) == [("New?", "7")]
-    assert all(problem.steps for problem in load(name, "chain_arithmetic")[1])
+    assert all(problem.steps for problem in load(name, eval_dataset_name="chain_arithmetic")[1])
+    (offline_sets / "set").mkdir()
+    write(offline_sets / "set/validation.jsonl", ROWS[:4])
+    assert len(load(name, eval_dataset_name=offline_sets / "set")[0]) == 36
 
 
 def test_columns_by_flags_and_nested_ones_by_dotted_names(tmp_path):
@@ -126,31 +144,60 @@ def test_columns_by_flags_and_nested_ones_by_dotted_names(tmp_path):
     ]  # fmt: skip
     for kind in ("jsonl", "json", "parquet"):
         name = write(tmp_path / f"verl.{kind}", verl)
-        train, _ = load(name, columns=("prompt", "reward_model.ground_truth", True))
-        assert plain(train) == plain([Problem(r["prompt"], str(2 * i)) for i, r in enumerate(verl)])
-        assert train[0].columns == {"answer": "no", "reward_model": verl[0]["reward_model"]}
+        train, held_out = load(name, answer_column="reward_model.ground_truth")
+        found = [Problem(r["prompt"], str(2 * i)) for i, r in enumerate(verl)]
+        assert plain(train + held_out) == plain(found)
+        row = verl[train[0].row - 1]
+        assert train[0].columns == {"answer": "no", "reward_model": row["reward_model"]}
     rows = [{"a.b": r["answer"], "q": {"text": r["problem"]}, "problem": "no"} for r in ROWS]
-    train, _ = load(write(tmp_path / "dots.jsonl", rows), columns=("q.text", "a.b", True))
-    assert plain(train) == plain(parse_rows(ROWS, "x", None, None, True))
-    with pytest.raises(SystemExit, match=r"no lev among the columns .*\['a.b', 'q', 'problem'\]"):
-        load(tmp_path / "dots.jsonl", columns=(None, "lev", True))
+    name = write(tmp_path / "dots.jsonl", rows)
+    train, held_out = load(name, prompt_column="q.text", answer_column="a.b")
+    assert plain(train + held_out) == plain(parse_rows(ROWS, "x"))
+    says = r"--{}: there is no lev, but \['a.b', 'q', 'problem'\]. Write a.b for b within a"
+    for flag in ("prompt_column", "answer_column"):
+        with pytest.raises(SystemExit, match=says.format(flag)):
+            load(name, needs_answers=False, **{"answer_column": "a.b"} | {flag: "lev"})
+
+
+def test_a_run_says_what_it_reads(tmp_path, capfd, monkeypatch):
+    """Once, though there are several processes."""
+    rows = [{"q": f"What is {i}?", "answer": f"It is \\boxed{{{i}}}", "level": 1} for i in range(5)]
+    name = write(tmp_path / "set.jsonl", rows)
+    load(name, prompt_column="q")
+    assert capfd.readouterr().err == (
+        f"{name}: problems come from the column q, answers from answer; all columns are q, answer, "
+        "level\nproblems to train on: 1 of 5 rows are left out (such as 3), because they are held "
+        "out\nthe first prompt ends with '<|im_start|>user\\nWhat is 0?<|im_end|>\\n<|im_start|>"
+        "assistant\\n'\nits answer is '0'\n"
+    )
+    monkeypatch.setenv("RANK", "1")
+    load(name, prompt_column="q")
+    assert capfd.readouterr().err == ""
+
+
+def test_columns_that_a_flag_names_need_not_be_in_the_evaluation_set(tmp_path):
+    """There, the known names will also do."""
+    name = write(tmp_path / "set.jsonl", [{"q": r["problem"], "gold": "7"} for r in ROWS])
+    for other in ({"q": "New?", "gold": "7", "answer": "8"}, {"question": "New?", "answer": "7"}):
+        flags = {"eval_dataset_name": write(tmp_path / "eval.jsonl", [other] * 3)}
+        train, held_out = load(name, prompt_column="q", answer_column="gold", **flags)
+        assert len(train) == 40 and plain(held_out)[0] == ("New?", "7")
 
 
 def test_prompts_alone_are_enough_where_no_reward_needs_an_answer(tmp_path):
     name = write(tmp_path / "set.jsonl", [{"prompt": r["problem"]} for r in ROWS])
-    train, held_out = load(name, columns=(None, None, False))
-    assert len(train) == 40 and len(held_out) == 8
+    train, held_out = load(name, needs_answers=False)
+    assert len(train) == 32 and len(held_out) == 8
     assert {problem.answer for problem in train} == {""}
-    with pytest.raises(SystemExit, match=r"no \['answer', 'solution'\] among"):
+    with pytest.raises(SystemExit, match="--answer_column: there is no answer or solution or"):
         load(name)
     # The numbers that pandas writes before the first column are no answers.
-    assert plain(parse_rows([{"": "0", "prompt": "a"}], "x", None, None, False)) == [("a", "")]
+    assert plain(parse_rows([{"": "0", "prompt": "a"}], "x", needs_answers=False)) == [("a", "")]
 
 
 CHATS = [
     ([{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}], "2 + 2?"),
     ("2 + 2?", "2 + 2?"),
-    ([], ""),
 ]
 
 
@@ -161,36 +208,79 @@ def test_chats_and_contents_in_parts(tmp_path, kind):
         rows = [{"prompt": [system, {"role": "user", "content": content}], "answer": "4"}]
         if kind == "parquet" and not isinstance(content, str):
             rows[0]["prompt"] = rows[0]["prompt"][1:]  # a column has one type
-        (problem,) = parse_rows(
-            read_splits(write(tmp_path / f"s.{kind}", rows), None)[""], "x", None, None, True
-        )
+        (problem,) = read(write(tmp_path / f"s.{kind}", rows))
         assert problem.prompt[-1] == {"role": "user", "content": text}
         assert problem.prompt[:-1] in ([], [system])
 
 
-NO_PROMPTS = [
-    "[{'role': 'user', 'content': 'x'}]", '[{"content": "x", "role": "user"}]',
-    ["text"], [{"from": "human", "value": "x"}], 5, {"role": "user", "content": "x"},
-    [{"role": "user", "content": None}], [{"content": "x"}],
-    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is \\boxed{7}."}],
-    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So 3-2=1 #### 1"}],
-    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The answer is 1."}],
+USER = {"role": "user", "content": "Start. "}
+TEXT = {"type": "text", "text": "x"}
+PICTURES = [[TEXT, {"type": "image"}], [TEXT, {"text": None, "image": "b"}], {"text": "x"}]
+CHATS_AS_TEXTS = ["[{'role': 'user', 'content': 'x'}]", '[{"content": "x", "role": "user"}]']
+NO_PROMPTS = [*CHATS_AS_TEXTS, ["text"], [{"from": "human", "value": "x"}], 5, USER, [[]], None, ""]
+NO_PROMPTS += [" \n", [], [USER | {"content": ""}], [{"content": "x"}], [USER | {"role": None}]]
+NO_PROMPTS += [[USER | {"content": content}] for content in (None, *PICTURES)]
+NO_GOLDS = [
+    "the answer is 5", "So it is 5", "Answer: 5", "x is 5", "He has 16 apples", "", None, "#### ",
+    "\\boxed{}", "He adds 4.\nThen 5", "First he adds all of them", float("inf"), float("nan"),
+    json.loads("-Infinity"), 1e400, "   ", "3 + 4 = 7\n#### The answer is 7",
+    "proof", "notfound", "<answer>5</answer>", '{"answer": "5"}', "{'a': 5}", '["5"]', "TBD",
+    "unknown", "?", "-", "...", "5<|im_end|>", "\\boxed{5", "\x0crac{5}{2}", "\text{Friday}",
+    "5\ufffd", "x &lt; 5", "90\xc2\xb0", "So 2\times 3 is 6.\n#### 6", "\boxed{5}",
+    "None", "nan", "NaN", " NA", "N/A", "<NA>", "null", "#### nan", Decimal("NaN"),
+    ["84", "85"], [84], {"value": "84"}, b"1",
+]  # fmt: skip
+# In JSON or Python with one backslash, or from a wrong encoding; and as a template has written it.
+UNCLEAN = ["\frac{1}{2}?", "\beta?", "2 \times 3?", "Is it \text{odd}?", "2\x80?", "\ud83d 1?"]
+UNCLEAN += ["2 \neq 1?", "caf\ufffd?", "<|im_start|>user\n2?<|im_end|>\n", "Well.<|im_end|>"]
+SOLVED = ["It is \\boxed{7}.", "So 3-2=1 #### 1", "The answer is 1."]
+LEFT_OUT = [
+    *((cell, "1", "prompt has no text, and no chat of texts alone") for cell in NO_PROMPTS),
+    *(("x", cell, "answer has no final answer") for cell in NO_GOLDS),
+    *((cell, "1", "it or --system_prompt has .*, a special token or damage") for cell in UNCLEAN),
+    *(([USER, {"role": "assistant", "content": cell}], "1", "prompt ends with the answer")
+      for cell in SOLVED),
+    ([USER, {"role": "gpt", "content": "1"}], "1", "prompt has messages of other roles than "),
+    ("Long. " * 999, "1", "the prompt has more than 999 tokens"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=str)
-def test_prompts_that_are_neither_text_nor_messages_are_refused(prompt):
-    """A chat template would write an empty message for most of them, and say nothing."""
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": prompt, "answer": "1"}]
-    with pytest.raises(SystemExit, match="row 2 of x: prompt must be a text or chat messages"):
-        parse_rows(rows, "x", None, None, True)
+@pytest.mark.parametrize(("prompt", "answer", "reason"), LEFT_OUT, ids=ascii)
+def test_rows_that_cannot_be_used_are_left_out(tokenizer, prompt, answer, reason, capfd):
+    """A chat template would write an empty message for some, say, and no policy could be right."""
+    rows = [{"prompt": cell, "answer": "1"} for cell in "abc"]
+    rows[1] = {"prompt": prompt, "answer": answer}
+    found = encode(tokenizer, parse_rows(rows, "x"))
+    assert [problem.prompt for problem in found] == ["a", "c"]
+    says = rf"x: 1 of 3 rows are left out \(such as 2\), because {reason}"
+    assert re.search(says, capfd.readouterr().err)
+    with pytest.raises(SystemExit, match="1 of 1 rows are left out"):
+        encode(tokenizer, parse_rows(rows[1:2], "x"))
+
+
+@pytest.mark.parametrize("column", ["image", "images", "tools"])
+def test_rows_with_more_than_the_policy_would_see_are_left_out(column, capfd):
+    cells = [None, [{"a": 1}], "", []]
+    rows = [{"problem": str(i), "answer": "1", column: cell} for i, cell in enumerate(cells)]
+    assert [problem.prompt for problem in parse_rows(rows, "x")] == ["0", "2", "3"]
+    assert f"(such as 2), because the policy would not see {column}\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("column", ["messages", "problem", "conversation.prompt"])
+def test_only_a_column_of_prompts_may_begin_the_answer(column):
+    """Chats for fine-tuning end with a whole reply, after which nothing could follow."""
+    chat = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    outer, _, inner = column.partition(".")
+    rows = [{outer: {inner: chat} if inner else chat, "answer": "1"}]
+    (problem,) = parse_rows(rows, "x", [column], ["answer"], True)
+    assert problem.prompt == (chat if inner else chat[:3])
 
 
 def test_beginnings_without_the_answer_are_no_solutions():
     for beginning in ("", "<think>Let", "We begin at 12. Then 1.5 and -1, 3,1 and 1,000. 1st:"):
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": beginning}]
         rows = [{"prompt": chat, "answer": "1"}, {"prompt": [*chat, chat[0]], "answer": "x"}]
-        assert len(parse_rows(rows, "x", None, None, True)) == 2
+        assert len(parse_rows(rows, "x")) == 2
     assert data.has_answer("That makes 1,234.", "1234") and data.has_answer("3, 5", "3, 5")
 
 
@@ -199,9 +289,26 @@ def test_cells_of_a_csv_file_stay_as_written(tmp_path):
     """pandas makes 12.0 of 12 where another cell is empty, 7 of 007 and nothing of NA."""
     path = tmp_path / "set.csv"
     path.write_text('\ufeffproblem,answer,n\n"1,0 + ""2""?\nNow.",12,x\nb,,\nc,007,NA\n\nd,1.50,\n')
-    found = parse_rows(read_splits(str(path), None)[""], "x", None, None, True)
+    found = read(path)
     assert plain(found) == [('1,0 + "2"?\nNow.', "12"), ("c", "007"), ("d", "1.50")]
     assert [problem.columns["n"] for problem in found] == ["x", "NA", ""]
+
+
+ROW = ["x" * 150_000, "1"]
+LINE = f'{{"problem": "{ROW[0]}", "answer": "1"}}\n'
+TEXTS = {
+    "set.JSONL": LINE, "set.jsonl.gz": LINE, "a:b.Json": f"[{LINE}]", "lines.json": LINE,
+    "set.csv.gz": f"problem,answer\n{','.join(ROW)}\n",
+    "set.tsv": f"problem\tanswer\n{chr(9).join(ROW)}\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_of_less_common_names(tmp_path, name):
+    """And cells that are longer than Python's own limit, 131,072 characters."""
+    content = TEXTS[name].encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert plain(read(tmp_path / name)) == [tuple(ROW)]
 
 
 def test_json_values_stay_as_written(tmp_path):
@@ -210,7 +317,7 @@ def test_json_values_stay_as_written(tmp_path):
     lines = [f'{{"problem": "p{i}", "answer": {value}}}' for i, value in enumerate(values)]
     path = tmp_path / "set.jsonl"
     path.write_text("\ufeff" + "\n\n".join(lines) + '\n{"problem": "no answer", "level": 1}')
-    found = parse_rows(read_splits(str(path), None)[""], "x", None, None, True)
+    found = read(path)
     assert [problem.answer for problem in found] == [
         "0.00001", "0.0000001", "14.1", "7", "12", "10000000000000000000000", "007", "1/2",
         "-2.5", "True", "123456789012345678901", "2024-01-01",
@@ -232,7 +339,7 @@ def test_numbers_of_a_parquet_file_and_of_the_hub(tmp_path, offline_sets):
             read_splits(str(folder), None),
         ):
             (rows,) = splits.values()
-            found = [problem.answer for problem in parse_rows(rows, "x", None, None, True)]
+            found = [problem.answer for problem in parse_rows(rows, "x")]
             assert found == ["14.1", "0.1", "0.00001"]
             assert rows[0]["answer"] == 14.1
     cells = [Decimal("0.00000010"), Decimal("14.10"), None, Decimal("3")]
@@ -250,6 +357,17 @@ def test_values_of_mixed_types_on_the_hub(offline_sets):
     assert read_splits(str(offline_sets / "mixed"), None) == {"train": rows}
 
 
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
+def test_numbers_of_a_class_label_are_its_names(offline_sets, kind):
+    labels = datasets.ClassLabel(names=["no", "yes"])
+    features = datasets.Features({"problem": datasets.Value("string"), "answer": labels})
+    cells = {"problem": list("abcd"), "answer": [1, 0, None, -1]}
+    path = offline_sets / "train.parquet"
+    datasets.Dataset.from_dict(cells, features=features).to_parquet(path)
+    rows = read_splits(str(path if kind == "parquet" else offline_sets), None)["train"]
+    assert [row["answer"] for row in rows] == ["yes", "no", None, None]
+
+
 def test_numbers_inside_other_values_and_columns_of_one_name(tmp_path):
     """The former as in verl's format, where the gold answer stands in a struct."""
     one = pyarrow.float32()
@@ -257,8 +375,7 @@ def test_numbers_inside_other_values_and_columns_of_one_name(tmp_path):
     cells = [{"ground_truth": 14.1, "all": [0.1, None], "n": 1}, None, {"ground_truth": 2**0.5}]
     table = pyarrow.table({"prompt": list("abc"), "reward_model": pyarrow.array(cells, kind)})
     parquet.write_table(table, tmp_path / "set.parquet")
-    columns = (None, "reward_model.ground_truth", True)
-    found = parse_rows(read_splits(str(tmp_path / "set.parquet"), None)[""], "x", *columns)
+    found = read(tmp_path / "set.parquet")
     assert [problem.answer for problem in found] == ["14.1", "1.4142135"]
     assert found[0].columns == {"reward_model": cells[0]}
     parquet.write_table(table.rename_columns(["answer"] * 2), tmp_path / "set.parquet")
@@ -275,36 +392,15 @@ GOLDS = [
     ("$12.50", "$12.50"), ("$x = \\boxed{3}$ or $x = \\boxed{5}$", "3, 5"), ("Paris",) * 2,
     ("x + 1",) * 2, ("13 hours 30 minutes",) * 2, ("BC = 5",) * 2, ("2 \\text{ or } 3",) * 2,
     ("\\begin{pmatrix} 1 \\\\\n2 \\end{pmatrix}",) * 2, ("not enough information",) * 2,
-    ("none",) * 2, ("Na",) * 2, ("Nancy",) * 2, ("None of them",) * 2,
-]  # fmt: skip
-NO_GOLDS = [
-    "the answer is 5", "So it is 5", "Answer: 5", "x is 5", "He has 16 apples", "", None, "#### ",
-    "\\boxed{}", "He adds 4.\nThen 5", "First he adds all of them", float("inf"), float("nan"),
-    json.loads("-Infinity"), 1e400, "   ", "3 + 4 = 7\n#### The answer is 7",
-    "proof", "notfound",
-    "None", "nan", "NaN", " NA", "N/A", "<NA>", "null", "#### nan", Decimal("NaN"),
+    ("none",) * 2, ("Na",) * 2, ("Nancy",) * 2, ("None of them",) * 2, ("{1, 2}",) * 2,
+    ("[1, 2)",) * 2, ("\\{1, 2\\}",) * 2, ("x < 5",) * 2, ("\u221e",) * 2, ("+",) * 2,
+    ("unknown to us",) * 2, ("-5",) * 2,
 ]  # fmt: skip
 
 
 def test_gold_answers(capfd):
     assert parsed([cell for cell, _ in GOLDS]) == [gold for _, gold in GOLDS]
-    assert capfd.readouterr().err == ""
-
-
-def test_golds_that_are_no_answers_are_left_out_and_counted(capfd):
-    assert parsed(["1", *NO_GOLDS, "2"]) == ["1", "2"]
-    lacking = "without a problem in problem or a final answer in answer"
-    assert capfd.readouterr() == ("", f"x: 28 of 30 rows are left out, {lacking}\n")
-    with pytest.raises(SystemExit, match=f"x has only rows {lacking}"):
-        parsed(NO_GOLDS)
-    rows = [{"problem": prompt, "answer": "1"} for prompt in (None, "", "a")]
-    assert plain(parse_rows(rows, "x", None, None, True)) == [("a", "1")]
-
-
-@pytest.mark.parametrize("gold", [["84", "85"], {"value": "84"}, b"1"], ids=str)
-def test_several_answers_in_a_cell_are_refused(gold):
-    with pytest.raises(SystemExit, match=r"row 2 of x: .*the answer one value"):
-        parsed(["1", gold])
+    assert "left out" not in capfd.readouterr().err
 
 
 # ---- Files that are no table ---------------------------------------------------------------------
@@ -312,7 +408,8 @@ BROKEN = [
     ("jsonl", '{"problem": "a", "answer": 1}\n{"problem": "b", "answ', "line 2"),
     ("jsonl", '{"problem": "a", "answer": 1}\n\n{"problem": "b" "answer": 1}\n{}', "line 3"),
     ("json", '[{"problem": "a"},\n{"problem": ]', "line 2"),
-    ("json", '{"problem": ["a", "b"], "answer": [1, 2]}', "no list of rows"),
+    ("json", '{\n"problem": ["a", "b"],\n"answer": [1, 2]}', "no list of rows"),
+    ("json", '{"problem": ["a", "b"], "answer": [1, 2]}', "problem has no text"),
     ("json", '["a", "b"]', "no list of rows"),
     ("json", '[{"problem": "a", "answer": 1, "answer": 2}]', "one name: .*'answer', 'answer'"),
     ("json", "[]", "has no rows"),
@@ -338,22 +435,30 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, kind, text, says):
 
 
 # ---- Training problems and held-out ones ---------------------------------------------------------
-def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tmp_path, tokenizer):
+def test_held_out_rows_are_the_same_for_every_seed_and_never_trained_on(tmp_path):
     name = write(tmp_path / "set.jsonl", ROWS)
     train, held_out = load(name)
-    assert load(name, seed=2)[1] == held_out and load(name, count=3)[1] == held_out[:3]
-    train, held_out = encode_problems(tokenizer, train, held_out, None, {}, 999, 999)
-    assert plain(train + held_out) == plain(parse_rows(ROWS, "x", None, None, True))
+    assert load(name, seed=2)[1] == held_out and load(name, max_eval_samples=3)[1] == held_out[:3]
+    assert plain(train + held_out) == plain(parse_rows(ROWS, "x"))
 
 
-def test_of_rows_that_repeat_a_fifth_of_the_problems_is_held_out(tmp_path, tokenizer):
-    name = write(tmp_path / "set.jsonl", ROWS[:20] * 10)
-    train, held_out = encode_problems(tokenizer, *load(name), None, {}, 999, 999)
+def test_of_rows_that_repeat_a_fifth_of_the_problems_is_held_out(tmp_path):
+    train, held_out = load(write(tmp_path / "set.jsonl", ROWS[:20] * 10))
     assert len(held_out) == len({problem.prompt for problem in held_out}) == 4
     assert set(Counter(problem.prompt for problem in train).values()) == {10} and len(train) == 160
+    assert [problem.row for problem in train] == sorted(problem.row for problem in train)
 
 
-def test_rows_repeat_where_only_their_form_differs(tmp_path, tokenizer):
+def test_each_distinct_prompt_is_rendered_once(tmp_path, monkeypatch):
+    """Of 1.8 million rows of DAPO-Math-17k, 17,000 are distinct. Another one checks the roles."""
+    calls = []
+    render = data.render
+    monkeypatch.setattr(data, "render", lambda *given: calls.append(given) or render(*given))
+    load(write(tmp_path / "set.jsonl", ROWS * 10))
+    assert len(calls) == len(ROWS) + 1
+
+
+def test_rows_repeat_where_only_their_form_differs(tmp_path):
     """Text and chats, other keys of messages, white space: to the model it is one prompt."""
     rows = []
     for i in range(10):
@@ -362,33 +467,31 @@ def test_rows_repeat_where_only_their_form_differs(tmp_path, tokenizer):
         rows += [{"prompt": prompt, "answer": "1"} for prompt in prompts]
     train, held_out = load(write(tmp_path / "set.jsonl", rows))
     assert len(set(map(data.text_of, held_out))) == len(held_out) == 2
-    assert len(encode_problems(tokenizer, train, held_out, None, {}, 999, 999)[0]) == 32
+    assert len(train) == 32
 
 
-def test_a_file_of_one_problem_is_too_small(tmp_path, tokenizer):
-    train, held_out = load(write(tmp_path / "set.jsonl", ROWS[:1] * 3))
-    with pytest.raises(SystemExit, match="all training problems are held out: add rows"):
-        encode_problems(tokenizer, train, held_out, None, {}, 999, 999)
+def test_a_file_of_one_problem_is_too_small(tmp_path):
+    with pytest.raises(SystemExit, match=r"3 of 3 rows are left out .* they are held out"):
+        load(write(tmp_path / "set.jsonl", ROWS[:1] * 3))
 
 
-def test_equal_problems_with_different_answers_are_refused(tmp_path, tokenizer):
-    """As with one instruction for all rows, whose inputs stand in another column."""
-    for others in (["5", "6"], ["5", "5.5", "5"], ["x", "y"]):
-        rows = [
-            *ROWS[:20],
-            *({"problem": f"Solve  it.{i * ' '}", "answer": a} for i, a in enumerate(others)),
-        ]
-        for start in (0, 20):
-            name = write(tmp_path / "set.jsonl", rows[start:])
-            with pytest.raises(
-                SystemExit, match=f"rows {21 - start} and {22 - start} are the same"
-            ):
-                encode_problems(tokenizer, *load(name), None, {}, 999, 999)
+@pytest.mark.parametrize("answers", [["5", "6"], ["5", "5.5", "5"], ["x", "y"]])
+def test_equal_problems_with_different_answers_are_left_out(tmp_path, answers, capfd):
+    """All of them: nobody knows which is right. With one instruction for all rows, whose inputs
+    stand in another column, the run ends."""
+    rows = [{"problem": f"Solve  it.{i * ' '}", "answer": a} for i, a in enumerate(answers)]
+    train, held_out = load(write(tmp_path / "set.jsonl", ROWS[:20] + rows))
+    assert plain(train + held_out) == plain(parse_rows(ROWS[:20], "x"))
+    says = f"{len(rows)} of {20 + len(rows)} rows are left out (such as 21, 22"
+    assert says in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="the same prompt has another answer in another row"):
+        load(write(tmp_path / "set.jsonl", rows))
+
+
+def test_equal_problems_whose_answers_are_equal_stay(tmp_path):
     rows = [{"problem": "Solve it.", "answer": a} for a in ("1/2", "0.5", "\\frac{1}{2}", "1/2")]
     train, held_out = load(write(tmp_path / "set.jsonl", ROWS[:20] + rows))
-    encode_problems(tokenizer, train, held_out, None, {}, 999, 999)
-    with pytest.raises(SystemExit, match="rows 1 and 1 are the same"):
-        encode_problems(tokenizer, train[:1], [train[0]._replace(answer="x")], None, {}, 999, 999)
+    assert len(train + held_out) in (21, 24)  # if it is held out, once
 
 
 # ---- The order of the problems -------------------------------------------------------------------
@@ -467,13 +570,35 @@ def test_chains_are_the_same_on_every_machine():
 
 
 def test_the_embedded_sets():
-    train, held_out = load("chain_arithmetic", count=100)
+    train, held_out = load("chain_arithmetic", max_eval_samples=100)
     assert len(train) == 4096 and len(held_out) == 100
-    assert load("chain_arithmetic", count=100, seed=2)[1] == held_out
-    assert all(len(problem.steps) == 2 for problem in load("chain_arithmetic", config="2")[1])
-    for config in ("1", "9", "many"):
-        with pytest.raises(SystemExit, match="number of operations, 2 to 8"):
-            load("chain_arithmetic", config=config)
+    assert load("chain_arithmetic", max_eval_samples=100, seed=2)[1] == held_out
+    twos = load("chain_arithmetic", dataset_config="2")[1]
+    assert {len(problem.steps) for problem in twos} == {2}
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        load("chain_arithmetic", dataset_config="many")
+
+
+def test_the_config_of_an_evaluation_set_stands_after_its_name(tmp_path, offline_sets, monkeypatch):
+    """That of the training set is not forced on it, as main of GSM8K would be on these chains."""
+    name = write(tmp_path / "set.jsonl", ROWS)
+    for flags, length in (({}, {3, 4}), ({"dataset_config": "5"}, {5})):
+        held_out = load("chain_arithmetic", eval_dataset_name="chain_arithmetic", **flags)[1]
+        assert {len(problem.steps) for problem in held_out} == length
+    for of, flags in (("chain_arithmetic", {"dataset_config": "5"}), (name, {})):
+        held_out = load(of, eval_dataset_name="chain_arithmetic:2", **flags)[1]
+        assert {len(problem.steps) for problem in held_out} == {2}
+    asked = []
+
+    rows = datasets.Dataset.from_list(ROWS)
+    rows = {"train": rows.select(range(20)), "test": rows.select(range(20, 40))}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given: asked.append(given) or rows)
+    assert len(load(name, eval_dataset_name="openai/gsm8k:main")[1]) == 20
+    for other in ("d/e", "a/b"):
+        load("a/b", dataset_config="c", eval_dataset_name=other)
+    load("a/b", dataset_config="c")
+    train = ("a/b", "c")
+    assert asked == [("openai/gsm8k", "main"), train, ("d/e", None), train, train, train]
 
 
 def test_more_chains_than_there_are_end_with_those_that_there_are(monkeypatch):
@@ -532,12 +657,18 @@ def test_tokens_that_state_results():
 def test_steps_that_a_data_set_names_are_judged(tmp_path):
     rows = [{"problem": f"{i} + 5 - 4", "answer": i + 1, "steps": [i + 5, i + 1]} for i in range(3)]
     for kind in ("jsonl", "parquet"):
-        found = parse_rows(
-            read_splits(write(tmp_path / f"s.{kind}", rows), None)[""], "x", None, None, True
-        )
+        found = read(write(tmp_path / f"s.{kind}", rows))
         assert [(p.steps, p.opening) for p in found] == [((i + 5, i + 1), 0) for i in range(3)]
-    with pytest.raises(SystemExit, match=r"row 1 of x: .*steps, if any, integers"):
-        parse_rows([rows[0] | {"steps": ["5", "1"]}], "x", None, None, True)
+
+
+@pytest.mark.parametrize("steps", [["First", "then"], "Add 1.", [1.5], [True], 5, {"a": 1}])
+def test_steps_of_another_kind_are_not_graded(steps, capfd):
+    rows = [{"problem": "a", "answer": "1", "steps": cell} for cell in ([1], steps, None)]
+    assert [problem.steps for problem in parse_rows(rows[::2], "x")] == [(1,), ()]
+    assert "graded" not in capfd.readouterr().err
+    assert [problem.steps for problem in parse_rows(rows, "x")] == [()] * 3
+    assert "No steps are graded, because not all are lists of integers" in capfd.readouterr().err
+    assert parse_rows(rows, "x")[0].columns["steps"] == [1]
 
 
 # ---- Prompts -------------------------------------------------------------------------------------
@@ -546,8 +677,13 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
 
 
+def prompt_ids(tokenizer, prompt, system_prompt=None, kwargs=None) -> list[int]:
+    (ids,) = data.encode_prompts(tokenizer, [whole_prompt(prompt, system_prompt)], kwargs or {})
+    return list(ids)
+
+
 def prompt_text(tokenizer, *args) -> str:
-    return tokenizer.decode(encode_prompt(tokenizer, *args))
+    return tokenizer.decode(prompt_ids(tokenizer, *args))
 
 
 def test_a_prompt_by_the_template(tokenizer):
@@ -567,6 +703,19 @@ def test_the_beginning_of_an_answer_stays_open(tokenizer):
     stop = [tokenizer.eos_token_id]
     text = data.reply_text(tokenizer, Problem(chat, "2"), ids, stop)
     assert text == "<think>Let me. \\boxed{2}"
+
+
+def test_a_begun_answer_and_its_completion_are_decoded_together():
+    """The decoder of SentencePiece drops the blank before its first word."""
+    words = ["Let", "\u2581Let", "\u2581me", "\u2581solve", "<end>"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
+    assert fast.decode([3]) == "solve"
+    chat = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "Let me"}]
+    for prompt, text in ((chat, "Let me solve me"), ("2?", "solve me")):
+        assert data.reply_text(fast, Problem(prompt, "2"), [3, 2, 4], [4]) == text
 
 
 def test_rewards_see_the_whole_of_an_answer_that_the_prompt_begins(make_run, tmp_path):
@@ -594,7 +743,7 @@ def test_template_kwargs_reach_the_template_and_nothing_else(tokenizer):
     """Padding or truncation would reach the tokenizer's call, and cut prompts."""
     tokenizer.chat_template = THINKING
     text = "Start with 23, add 19."
-    ids = encode_prompt(tokenizer, text)
+    ids = prompt_ids(tokenizer, text)
     assert tokenizer.decode(ids) == text
     assert prompt_text(tokenizer, text, None, {"enable_thinking": False}) == "(off)" + text
     other = {"chat_template": "(own){{ messages[0].content }}"}
@@ -602,7 +751,30 @@ def test_template_kwargs_reach_the_template_and_nothing_else(tokenizer):
     cut = [{"padding": "max_length", "max_length": 40}, {"truncation": True, "max_length": 3}]
     cut += [{"padding": True, "pad_to_multiple_of": 64}, {"return_tensors": "pt"}]
     for kwargs in cut:
-        assert encode_prompt(tokenizer, text, None, kwargs) == ids
+        assert prompt_ids(tokenizer, text, None, kwargs) == ids
+
+
+HEEDED = ["{}", '{"enable_thinking": false}', '{"enable_thinking": true}', '{"budget": 0}']
+HEEDED += ['{"budget": 5}', '{"chat_template": "{{ messages[0].content }}"}']
+UNHEEDED = ['{"enable_thinkng": false}', '{"enable_thinking": "false"}', '{"enable_thinking": 0}']
+UNHEEDED += ['{"enable_thinking": "False"}', '{"enable_thinking": null}', '{"padding": true}']
+NO_KEYWORDS = ["{ no", "[]", "[1]", "null", "5", "enable_thinking=False", "{'a': 1}", ""]
+
+
+@pytest.mark.parametrize("keywords", [*HEEDED, *UNHEEDED, *NO_KEYWORDS])
+def test_keywords_of_the_template_that_it_would_not_heed_end_the_run(tmp_path, keywords):
+    """A misspelt name would change nothing, and "false" is not false to Qwen 3."""
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    template = THINKING + "{% if budget == 0 %}(none){% elif budget %}({{ budget }}){% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    name = write(tmp_path / "set.jsonl", ROWS)
+    flags = {"model_name_or_path": folder, "chat_template_kwargs": keywords}
+    if keywords in HEEDED:
+        assert len(load(name, **flags)[0]) == 32
+    else:
+        says = "is no JSON object" if keywords in NO_KEYWORDS else "the chat template never reads"
+        with pytest.raises(SystemExit, match=f"--chat_template_kwargs.* {says}"):
+            load(name, **flags)
 
 
 DATE = '{% set format = "%d %b %Y" %}{% if strftime_now is defined %}'
@@ -626,7 +798,6 @@ def test_the_date_in_a_prompt_is_fixed(tokenizer, template):
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-USER = {"role": "user", "content": "Start. "}
 BEGUN = {"role": "assistant", "content": "<think>Hm.</think>We"}
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 ANYONE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content | trim }}{% endfor %}"
@@ -653,32 +824,41 @@ KEPT = [
 ]
 
 
+def test_a_damaged_system_prompt_ends_the_run(tokenizer):
+    for text in UNCLEAN:
+        with pytest.raises(SystemExit, match=r"it or --system_prompt has .*, a special token"):
+            encode(tokenizer, [Problem("2?", "1")], system_prompt=text)
+
+
+def test_a_begun_answer_may_have_special_tokens(tokenizer):
+    """As a <think> is to some tokenizers."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    chat = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "<think>"}]
+    (problem,) = encode(tokenizer, [Problem(chat, "2")])
+    assert problem.open_thought == "" and data.begun_answer(problem.prompt) == "<think>"
+
+
 @pytest.mark.parametrize(("template", "messages"), DROPPED, ids=str)
 def test_a_template_that_drops_a_message_of_any_row_is_refused(tokenizer, template, messages):
     tokenizer.chat_template = template
-    plain = Problem("Start.", "1", row=1)
-    other = Problem(messages, "2", row=2)
-    encode_problems(tokenizer, [plain], [], None, {}, 999, 999)
-    for sets in (([plain, other], []), ([plain], [other])):
-        with pytest.raises(SystemExit, match="row 2: the chat template drops"):
-            encode_problems(tokenizer, *sets, None, {}, 999, 999)
+    problems = [Problem("Start.", "1", row=1), Problem(messages, "2", row=2)]
+    encode(tokenizer, problems[:1])
+    with pytest.raises(SystemExit, match="drops the words of a message in chats with the roles"):
+        encode(tokenizer, problems)
     if messages[0] == SYSTEM:
-        with pytest.raises(SystemExit, match="row 1: the chat template drops"):
-            encode_problems(
-                tokenizer, [plain._replace(prompt=messages[1:])], [], "Be brief.", {}, 999, 999
-            )
+        with pytest.raises(SystemExit, match="the chat template drops the words"):
+            encode(tokenizer, [Problem(messages[1:], "2")], "Be brief.")
 
 
 @pytest.mark.parametrize(("template", "messages"), KEPT, ids=str)
 def test_a_template_may_write_contents_in_its_own_way(tokenizer, template, messages):
     tokenizer.chat_template = template
-    encode_problems(tokenizer, [Problem(messages, "2")], [], None, {}, 999, 999)
+    assert len(encode(tokenizer, [Problem(messages, "2")])) == 1
 
 
 def test_a_thought_that_the_prompt_opens_holds_no_answer_until_it_ends(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
-    problems = [Problem("What is 3 + 4?", "7"), Problem("What is 3 + 5?", "8")]
-    (problem,), _ = encode_problems(tokenizer, problems[:1], problems[1:], None, {}, 999, 999)
+    (problem,) = encode(tokenizer, [Problem("What is 3 + 4?", "7")])
     texts = [
         data.reply_text(tokenizer, problem, tokenizer(text).input_ids, [])
         for text in (r"maybe \boxed{7}? let me check", r"maybe \boxed{8}</think> \boxed{7}")
@@ -732,22 +912,21 @@ def test_the_template_writes_the_only_begin_and_end_tokens():
     )
     assert made("hi").input_ids == [0, 3, 1]
     made.chat_template = "{{ bos_token }}{% for m in messages %}user : {{ m.content }}{% endfor %}"
-    assert encode_prompt(made, "hi") == [0, 4, 5, 3]
+    assert prompt_ids(made, "hi") == [0, 4, 5, 3]
     # To this tokenizer all other words are one.
-    problems = [Problem(text, "1", row=row) for row, text in enumerate(["hi", "one", "two"], 1)]
-    encode_problems(made, problems[:1], problems[1:2], None, {}, 9, 9)
-    for sets in ((problems, []), (problems[:2], problems[2:])):
-        with pytest.raises(SystemExit, match="rows 2 and 3 are the same prompt to the model"):
-            encode_problems(made, *sets, None, {}, 9, 9)
+    problems = [Problem(text, text, row=row) for row, text in enumerate(["hi", "one", "two"], 1)]
+    assert len(encode(made, problems[:2])) == 2
+    with pytest.raises(SystemExit, match=r"2 of 2 rows .* the same prompt has another answer"):
+        encode(made, problems[1:])
+    sets = [encode(made, problems[:2]), encode(made, problems[2:])]
+    assert [len(part) for part in data.hold_out(*sets, 9)] == [1, 1]
 
 
-def test_a_prompt_longer_than_the_context_is_refused(tokenizer):
+def test_a_prompt_as_long_as_the_context_leaves_room_is_used(tokenizer):
     problems = [Problem("Start with 23.", "23"), Problem("Start with 23, add 19.", "42", row=2)]
-    longest = max(len(encode_prompt(tokenizer, problem.prompt)) for problem in problems)
-    encode_problems(tokenizer, problems[:1], problems[1:], None, {}, longest, 999)
-    says = f"row 2: the prompt has {longest} tokens, .* has room for {longest - 1} beside"
-    with pytest.raises(SystemExit, match=says):
-        encode_problems(tokenizer, problems[:1], problems[1:], None, {}, longest - 1, 999)
+    longest = max(len(prompt_ids(tokenizer, problem.prompt)) for problem in problems)
+    lengths = [len(encode(tokenizer, problems, room=longest - less)) for less in (0, 1)]
+    assert lengths == [2, 1]
 
 
 def copy_with_tokens(folder, count: int, **special):
@@ -763,7 +942,7 @@ def copy_with_tokens(folder, count: int, **special):
 def test_a_pad_token_that_the_model_lacks_is_not_used(tmp_path):
     """As in some files of Llama 2. To read it would be an IndexError in the middle of a run."""
     folder = copy_with_tokens(tmp_path / "model", 100, pad_token="<a new one>")
-    tokenizer, *_ = data.load_tokenizer(str(folder), "main", None)
+    tokenizer, *_ = data.load_tokenizer(str(folder), "main", None, {})
     assert tokenizer.pad_token == tokenizer.eos_token
 
 
@@ -771,7 +950,7 @@ def test_a_prompt_with_a_token_that_the_model_lacks_ends_the_run(tmp_path, run_m
     folder = copy_with_tokens(tmp_path / "model", 100)
     name = write(tmp_path / "set.jsonl", [{"problem": f"{n} <99>", "answer": 3} for n in range(9)])
     code, _, said = run_main(model_name_or_path=str(folder), dataset_name=name)
-    assert code == 1 and re.search(r"up to number \d+ \(<99>\)", said)
+    assert code == 1 and "9 of 9 rows are left out" in said and "that the model lacks" in said
 
 
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
@@ -797,7 +976,7 @@ def test_the_context_ends_where_positions_would_depend_on_the_longest_row(
     small |= {"model_type": model_type, "max_position_embeddings": 128, "vocab_size": 448}
     small |= {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
     (tmp_path / "model/config.json").write_text(json.dumps(small | settings))
-    assert data.load_tokenizer(str(tmp_path / "model"), "main", None)[1] == context
+    assert data.load_tokenizer(str(tmp_path / "model"), "main", None, {})[1] == context
 
 
 def test_a_model_that_brings_its_own_code_is_refused(tmp_path, monkeypatch):
@@ -807,4 +986,4 @@ def test_a_model_that_brings_its_own_code_is_refused(tmp_path, monkeypatch):
     own["auto_map"] = {"AutoConfig": "own.C", "AutoTokenizer": ["own.T", None]}
     files = {"config.json": own, "tokenizer_config.json": own}
     with pytest.raises(ValueError, match="trust_remote_code"):
-        data.load_tokenizer(changed_copy(tmp_path / "model", files), "main", None)
+        data.load_tokenizer(changed_copy(tmp_path / "model", files), "main", None, {})

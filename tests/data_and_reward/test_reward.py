@@ -299,7 +299,7 @@ def real(name: str) -> list[tuple[str, Problem]]:
 
     if not (DATA / name).exists():
         pytest.skip(f"{DATA / name} is absent: real problems are no part of the repository")
-    problems = parse_rows(read_splits(str(DATA / name), None)[""], name, None, None, True)
+    problems = parse_rows(read_splits(str(DATA / name), None)["train"], name)
     found = []
     for problem in problems:
         text = problem.columns.get("solution") or problem.columns["answer"]

@@ -24,7 +24,7 @@ from support import (
 )
 
 import grpo_arca
-from common.data import encode_prompt
+from common.data import encode_prompts, whole_prompt
 
 SCRIPTS = {path.stem: fork_tool.fork(path) for path in sorted((ROOT / "methods").glob("*.py"))}
 
@@ -353,7 +353,8 @@ def test_evidence_is_what_the_answer_changes(make_run, name, clip, told, answers
     evidence = load(name).token_scores(run, batch, {})
     for i, tokens in enumerate(batch.completion_ids):
         prompt = f"{run.train_set[i].prompt} The answer is {answers[i]}."
-        ids = torch.tensor([encode_prompt(run.tokenizer, prompt) + tokens])
+        (prompt_ids,) = encode_prompts(run.tokenizer, [whole_prompt(prompt)], {})
+        ids = torch.tensor([[*prompt_ids, *tokens]])
         logp = run.model(input_ids=ids).logits[0, -len(tokens) - 1 : -1].detach().log_softmax(-1)
         gain = logp[range(len(tokens)), tokens] - batch.sampled_logp[i, : len(tokens)]
         torch.testing.assert_close(

@@ -23,5 +23,5 @@ def test_sums_are_right_different_and_as_many_as_said(tmp_path):
     # The first worked example is as documented, and would be rewarded.
     example, solution = [message["content"] for message in rows[0]["prompt"][1:3]]
     assert (example, solution) == ("7 + 4 - 4", "7 + 4 = 11. 11 - 4 = 7. \\boxed{7}")
-    (problem,) = parse_rows([rows[0] | {"steps": [11, 7]}], "sums", None, None, True)
+    (problem,) = parse_rows([rows[0] | {"steps": [11, 7]}], "sums")
     assert has_right_steps(solution, problem)

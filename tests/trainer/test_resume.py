@@ -292,6 +292,12 @@ def test_what_only_steers_training_may_change(again, first, tmp_path, capsys):
     assert row["learning_rate"] == pytest.approx(1e-3 * 2 / 3)  # the second of three of warm-up
 
 
+def test_another_programs_checkpoint_is_not_called_damaged(again, tmp_path):
+    (tmp_path / "out/checkpoint-500").mkdir(parents=True)
+    sentence = refusal(lambda: grpo_arca.resume(again(output_dir=tmp_path / "out")))
+    assert "checkpoint-500 has no state.pt" in sentence and "damaged" not in sentence
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "says"),
     [

@@ -4,6 +4,7 @@ With --beta the adapter, as it was at the start, is the reference. That it resum
 test_resume.py.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -178,3 +179,30 @@ def test_another_template_or_end_than_the_bases_is_refused(start, adapter, tmp_p
     setattr(tokenizer, name, {"chat_template": "Answer: ", "eos_token": "<pad>"}[name])
     tokenizer.save_pretrained(folder)
     assert "another chat template or end token" in refusal(lambda: start(folder))
+
+
+def test_an_adapters_own_template_may_be_given(start, adapter, tmp_path):
+    folder = shutil.copytree(adapter, tmp_path / "start")
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %} Answer: "
+    tokenizer.save_pretrained(folder)
+    assert '--chat_template_kwargs {"chat_template": ...}' in refusal(lambda: start(folder))
+    keywords = json.dumps({"chat_template": tokenizer.chat_template})
+    run = start(folder, chat_template_kwargs=keywords)
+    assert run.tokenizer.decode(run.train_set[0].prompt_ids).endswith(" Answer: ")
+
+
+def test_an_adapter_of_another_type_is_named(start, adapter, tmp_path):
+    folder = shutil.copytree(adapter, tmp_path / "start")
+    (folder / "adapter_config.json").write_text(
+        '{"peft_type": "IA3", "target_modules": ["k_proj"]}'
+    )
+    assert f"{folder} is an adapter of the type IA3" in refusal(lambda: start(folder))
+
+
+def test_an_adapter_beside_the_base_is_refused(make_run, adapter, tmp_path):
+    """transformers applies it, and a new one would replace it, without a word."""
+    folder = shutil.copytree(TINY, tmp_path / "both")
+    for name in ("adapter_config.json", WEIGHTS):
+        shutil.copy(Path(adapter, name), folder)
+    assert f"{folder} also holds an adapter" in refusal(lambda: make_run(model=str(folder)))
