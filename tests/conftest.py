@@ -4,13 +4,11 @@ import copy
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from unittest import mock
 
 import pytest
-from accelerate.state import AcceleratorState
 from support import ROOT, SCRIPTS, TINY, TINY_RUN, command_line, few_chains, randomize_adapter
 
 import common.data
@@ -55,7 +53,6 @@ def make_run():
         argv += ["--gradient_accumulation_steps", "1"]
         for name, value in flags.items():
             argv += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
-        AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
         with (
             mock.patch.object(common.data, "chain_problems", few_chains),
             mock.patch.object(module, "load_policy", load_once(module.load_policy)),
@@ -76,8 +73,6 @@ def run_main(monkeypatch, tmp_path, capfd):
     drawn, and of the embedded task it has the first 40 problems. Exceptions that are no SystemExit
     or KeyboardInterrupt are raised here, too.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # --reward_funcs adds the working directory
     monkeypatch.setattr(common.report, "write_curves", lambda *_: None)
@@ -86,7 +81,6 @@ def run_main(monkeypatch, tmp_path, capfd):
     def start(**flags) -> tuple[int, str, str]:
         argv = command_line(TINY_RUN | {"output_dir": "out"} | flags)
         monkeypatch.setattr(sys, "argv", ["grpo_arca.py", *argv])
-        AcceleratorState._reset_state()  # as in a process of its own
         code = 0
         said = ""
         try:
@@ -99,9 +93,7 @@ def run_main(monkeypatch, tmp_path, capfd):
         out, err = capfd.readouterr()
         return code, out, err + said
 
-    yield start
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return start
 
 
 @pytest.fixture

@@ -167,17 +167,6 @@ def test_a_tracker_goes_on_with_its_run_from_the_step_of_the_checkpoint(
     assert other["wandb"]["id"] != first["wandb"]["id"]
 
 
-def test_a_reward_module_that_has_changed_is_said(run_main, tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "variety", raising=False)
-    (tmp_path / "variety.py").write_text(VARIETY)
-    flags = {"reward_funcs": "variety.pay", "save_steps": 1}
-    assert run_main(max_steps=1, **flags)[0] == 0
-    assert "code of pay" not in run_main(max_steps=2, **flags, **GO_ON)[1]
-    (tmp_path / "variety.py").write_text(VARIETY + "\n")
-    said = run_main(max_steps=3, **flags, **GO_ON)[1]
-    assert "going on with these flags changed" in said and "'code of pay': '" in said
-
-
 # ---- Numbers -------------------------------------------------------------------------------------
 def test_large_rewards_keep_their_differences():
     """20000001 is no float32. The deviation of four ones and four zeros is (2 / 7) ** 0.5."""
