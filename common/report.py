@@ -132,8 +132,14 @@ def write_curves(path: Path, rows: list[dict[str, Any]], title: str) -> None:
 
     Of what is 0 from the first update to the last, only rewards are drawn.
     """
-    table = pandas.json_normalize(rows, sep="/").set_index("step").astype(float)
-    is_drawn = table.any() | (table.notna().any() & table.columns.str.match("eval/|rewards?(/|$)"))
+    table = (
+        pandas.json_normalize(rows, sep="/")
+        .set_index("step")
+        .apply(pandas.to_numeric, errors="coerce")  # a method may log a text, too
+    )
+    is_drawn = table.any() | (
+        table.columns.str.fullmatch("reward|(eval/)?rewards/.*") & table.notna().any()
+    )
     panels = table.loc[:, is_drawn].T.groupby(panel_of, sort=False)
     height = math.ceil(len(panels) / 4)
     figure = matplotlib.figure.Figure(figsize=(20, 3 * height + 1), layout="constrained")
@@ -142,11 +148,11 @@ def write_curves(path: Path, rows: list[dict[str, Any]], title: str) -> None:
         ax = figure.add_subplot(height, 4, place, xlabel="step", ylabel=name)
         for i, (key, points) in enumerate(figures.T.items()):
             points = points.dropna()
-            window = 1 if key.startswith("eval/") else len(rows) // 10 + 1
+            window = 1 if key.startswith("eval/") else len(rows) // 20 * 2 + 1
             means = points.rolling(window, center=True, min_periods=1).mean()
             ax.plot(points, color=f"C{i}", alpha=0.3)
             ax.plot(means, color=f"C{i}", label=key, marker="." if len(points) < 12 else None)
-        ax.legend()
+        ax.legend(fontsize="small")
     figure.savefig(path)
 
 
@@ -221,11 +227,13 @@ def credit_example(
             continue
         by_reward = sorted(members, key=itemgetter("rank"), reverse=True)
         problem = members[0]["problem"]
-        messages = whole_prompt(problem.prompt, system_prompt)
         return [
             {
                 # Only texts: a message may hold a date, say, which no checkpoint could load.
-                "messages": [{"role": m["role"], "content": m["content"]} for m in messages],
+                "messages": [
+                    {"role": message["role"], "content": message["content"]}
+                    for message in whole_prompt(problem.prompt, system_prompt)
+                ],
                 "answer": problem.answer,
                 "step": step,
                 "size": group_size,
@@ -266,6 +274,11 @@ def shown_completion(
             start, end = end, i + 1
     problem = completion["problem"]
     roles = token_roles(pieces, problem) if problem.steps else [""] * len(ids)
+    shown = (  # no token hides a joiner if the text has one outside of words, as beside a blank
+        [visible(f" {piece} ")[1:-1] for piece in pieces]
+        if "<U+200" in visible("".join(pieces))
+        else pieces
+    )
     return {
         "reward": completion["reward"],
         "advantage": completion["advantage"],
@@ -273,7 +286,7 @@ def shown_completion(
         "tokens": [
             {"text": piece, "role": role, "numbers": numbers, "tints": token_tints}
             for piece, role, numbers, token_tints in zip(
-                pieces, roles, values.T.tolist(), tints.T.tolist(), strict=True
+                shown, roles, values.T.tolist(), tints.T.tolist(), strict=True
             )
         ],
     }

@@ -276,9 +276,9 @@ def call_reward_func(
             *inputs,
             *getattr(function, "keywords", ()),  # of functools.partial
         }:
-            LOGGER.warning_once(  # the name may be misspelt
-                f"the reward function {name} gets the default of {parameter.name}, "
-                f"{parameter.default!r}: the data have no such column"
+            LOGGER.warning_once(  # it may be misspelt
+                f"no column of the data is called {parameter.name}, so the reward function {name} "
+                f"gets its default, {parameter.default!r}"
             )
     with contained(name):
         values = function(**inputs)

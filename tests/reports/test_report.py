@@ -76,8 +76,8 @@ def test_a_run_without_a_signal_says_so(run_main, caplog, tmp_path):
     _, out, _ = run_main(reward_funcs=["accuracy_reward", "flat.pay"], eval_steps=1)
     assert out.count("no sampled answer has a \\boxed{} that accuracy_reward could read\n") == 1
     assert "0 of 3 updates had a gradient\n" in out
-    (said,) = re.findall("reward function (.*)", caplog.text)
-    assert said == "pay gets the default of answr, '7': the data have no such column"
+    (said,) = re.findall("no column of the data is called (.*)", caplog.text)
+    assert said == "answr, so the reward function pay gets its default, '7'"
     lines = (tmp_path / "out/completions.jsonl").read_text().splitlines()
     assert {row["kind"]: row["rewards"] for row in map(json.loads, lines)} == {
         "greedy": {"accuracy_reward": 0.0},
@@ -90,7 +90,7 @@ def test_curves_are_those_of_the_log(tmp_path, monkeypatch):
     """Evaluations as they are, and updates pale, with their mean over a tenth of the run bold."""
     rows = [{"step": 0, "eval": {"sampled_accuracy": 0.25, "pass@2": 0.5, "rewards/pay": -3.0}}]
     others = {"rewards/pay/mean": -4.0, "rewards/pay/$": 9.0, "kl": None, "grad_norm": 0.0}
-    others |= {"seconds_update": 2.0, "seconds_credit": 1.0, "own $\\frac": 1.0}
+    others |= {"seconds_update": 2.0, "seconds_credit": 1.0, "own $\\frac": 1.0, "text": "a"}
     rows += [{"step": step, "reward": float(step == 15)} | others for step in range(1, 41)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
