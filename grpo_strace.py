@@ -1186,7 +1186,6 @@ class Run:
         self.config = asdict(args) | code_digests(modules | {"the script": sys.modules[__name__]})
 
         # The processes, and how many completions and updates they make.
-        AcceleratorState._reset_state()  # a former run's in a notebook, perhaps of another --dtype
         self.accelerator = Accelerator(
             project_dir=args.output_dir,
             mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
@@ -1557,6 +1556,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def run_to_the_end(args: Args) -> None:
     """Loads data and policy, trains, and leaves an adapter and a report, or a checkpoint."""
+    AcceleratorState._reset_state()  # a notebook's former run may have had another --dtype
     run = Run(args)
     run.accelerator.print(
         f"{args.credit} on {args.model_name_or_path}: trains {run.config['adapter_size']}\n"

@@ -9,6 +9,7 @@ import sys
 from unittest import mock
 
 import pytest
+from accelerate.state import AcceleratorState
 from support import ROOT, SCRIPTS, TINY, TINY_RUN, command_line, few_chains, randomize_adapter
 
 import common.data
@@ -53,6 +54,7 @@ def make_run():
         argv += ["--gradient_accumulation_steps", "1"]
         for name, value in flags.items():
             argv += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
+        AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
         with (
             mock.patch.object(common.data, "chain_problems", few_chains),
             mock.patch.object(module, "load_policy", load_once(module.load_policy)),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import worth
+from accelerate.state import AcceleratorState
 from fork import fork
 from support import ROOT, TINY
 
@@ -27,6 +28,7 @@ METHOD = str(ROOT / "methods/entropy_mask.py")
 def adapter(tmp_path, make_run) -> tuple[str, ...]:
     """Flags that start from an adapter that acts."""
     make_run(adapter=0.02).model.save_pretrained(tmp_path / "adapter")
+    AcceleratorState._reset_state()
     return (*SMALL, "--start_adapter", str(tmp_path / "adapter"))
 
 
@@ -42,6 +44,7 @@ def trained_gradient(module, flags: list[str], updates: int = 0) -> torch.Tensor
 
     It is the one after so many others.
     """
+    AcceleratorState._reset_state()
     args = module.parse_args([*worth.FIRST_FLAGS, *flags, "--max_grad_norm", "0"])
     run = module.Run(args)
     run.updates_per_rollout = updates + 1

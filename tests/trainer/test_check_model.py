@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from support import TINY, few_chains, refusal
 
@@ -48,6 +49,7 @@ def copied(llama, tmp_path) -> Path:
 def check(folder: Path | str, *flags: str) -> grpo_arca.Run:
     """Does what a run does before its first step, and returns the run."""
     argv = ["--model_name_or_path", str(folder), "--max_completion_length", "16", *flags]
+    AcceleratorState._reset_state()
     with mock.patch.object(common.data, "chain_problems", few_chains):
         run = grpo_arca.Run(grpo_arca.parse_args(argv))
     grpo_arca.check_model(run)
