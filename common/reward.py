@@ -118,9 +118,9 @@ def load_reward_funcs(
 ) -> tuple[dict[str, Callable | None], torch.Tensor, dict[str, ModuleType]]:
     """Returns F reward functions by name, from dotted paths as in TRL, and their weights [F].
 
-    A function is None for accuracy_reward, which stands for the grader's own verdict. The modules
-    follow, by name: those of the paths, and what these have loaded from the working directory. They
-    are read anew, as a notebook may have loaded them before they were changed.
+    A function is None for accuracy_reward, which stands for the grader's own verdict. Last come the
+    modules, by name: those of the paths, and what they import from the working directory. What lies
+    there is read anew, because a notebook may have loaded it before it was changed.
     """
     functions: dict[str, Callable | None] = {}
     modules: dict[str, ModuleType] = {}
@@ -139,7 +139,7 @@ def load_reward_funcs(
                     functions[name] = getattr(modules[module_name], name)
         modules |= modules_here()
     finally:
-        sys.modules.update(former | modules_here())  # the others stay as they were
+        sys.modules.update(former | modules_here())  # what they do not import stays as it was
     if not len(functions) == len(paths) == len(weights) or not all(abs(w) < 1e18 for w in weights):
         fail(f"--reward_funcs {paths} must have different names, and a weight each, "
                          f"not {weights}")  # fmt: skip

@@ -110,7 +110,7 @@ class RunLog:
         """Appends a group's worth of a Batch, of the kind "train", "greedy" or "sampled".
 
         The functions are those that judge samples, by name; greedy answers get the first one alone.
-        A line says so if no answer of a new run's first evaluation has a box.
+        At a new run's first evaluation, a line says so if no sample has a box.
         """
         if not self.accelerator.is_main_process:
             return
