@@ -66,6 +66,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -80,6 +81,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object, parse_flag_from_env
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_bnb_weight
@@ -468,7 +470,7 @@ def train(run: Run) -> None:
         former_step = run.step
         metrics: dict[str, float] = {}  # each step adds its own
         batch = collect(run, metrics)
-        run.log.write_completions(run.step + 1, "train", batch, batch.rewards)
+        run.log.write_completions(run.step + 1, "train", batch, run.reward_funcs)
         updates = micro_batches(run, batch)  # [update][micro-batch]
         all_micros = [micro for micros in updates for micro in micros]  # `score` fills these
         score(run, batch, all_micros, metrics)
@@ -780,7 +782,7 @@ def evaluate(run: Run) -> None:
             logged={},
             is_greedy=kind == "greedy",
         )
-        run.log.write_completions(run.step, kind, batch, batch.function_rewards[:, 0])
+        run.log.write_completions(run.step, kind, batch, judges)
         verdicts += zip(
             [kind] * len(rows),
             numbers,
@@ -1188,11 +1190,11 @@ class Run:
             args, needs_answers=ACCURACY in args.reward_funcs
         )
         self.prompt_width = max(len(p.prompt_ids) for p in self.train_set + self.held_out)
-        self.reward_funcs, self.reward_weights = load_reward_funcs(
+        self.reward_funcs, self.reward_weights, modules = load_reward_funcs(
             args.reward_funcs, args.reward_weights
         )
-        # For logs. Taken now, as files may change while a model loads. `train` is in this script.
-        self.config = asdict(args) | code_digests(self.reward_funcs | {"the script": train})
+        # For logs. Taken now, as files may change while a model loads.
+        self.config = asdict(args) | code_digests(modules | {"the script": sys.modules[__name__]})
 
         # The processes, and how many completions and updates they make.
         self.accelerator = Accelerator(
@@ -1236,8 +1238,11 @@ class Run:
             self.tokenizer.eos_token_id,
             closing_token(self.tokenizer, json.loads(args.chat_template_kwargs)),
         )
-        stop_ids = [torch.tensor(stop).flatten() for stop in stops if stop is not None]
-        self.eos_ids = torch.cat(stop_ids).unique().to(self.accelerator.device)  # ascending
+        self.eos_ids = (  # ascending
+            torch.cat([torch.tensor(stop).flatten() for stop in stops if stop is not None])
+            .unique()
+            .to(self.accelerator.device)
+        )
         # The adapter's live tensors, for checkpoints. Collected now, because PEFT sets
         # requires_grad to False while the adapter is disabled.
         self.adapter = {
@@ -1444,8 +1449,9 @@ def check_model(run: Run) -> None:
 # ---- Checkpoints: everything that training changes -----------------------------------------------
 def checkpoints(output_dir: str) -> list[int]:
     """Returns the steps of a run's checkpoints, the newest last."""
-    names = [folder.name for folder in Path(output_dir).glob("checkpoint-*")]
-    steps = [name.removeprefix("checkpoint-") for name in names]
+    steps = [
+        folder.name.removeprefix("checkpoint-") for folder in Path(output_dir).glob("checkpoint-*")
+    ]
     return sorted(int(step) for step in steps if step.isdecimal())
 
 
@@ -1568,6 +1574,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def run_to_the_end(args: Args) -> None:
     """Loads data and policy, trains, and leaves an adapter and a report, or a checkpoint."""
+    AcceleratorState._reset_state()  # a notebook's former run may have had another --dtype
     run = Run(args)
     run.accelerator.print(
         f"{args.credit} on {args.model_name_or_path}: trains {run.config['adapter_size']}\n"
@@ -1575,10 +1582,12 @@ def run_to_the_end(args: Args) -> None:
     )
     check_model(run)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    is_main = run.accelerator.is_main_process
     # The file is the lock. The mode "a" keeps what a former run wrote there.
-    with open(Path(args.output_dir, "config.json"), "a", encoding="utf-8") as lock:
-        if is_main:  # two runs must not write into one folder
+    with (
+        open(Path(args.output_dir, "config.json"), "a", encoding="utf-8") as lock,
+        contextlib.ExitStack() as former_handlers,
+    ):
+        if run.accelerator.is_main_process:  # two runs must not write into one folder
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -1594,24 +1603,36 @@ def run_to_the_end(args: Args) -> None:
                 "at different steps: put --output_dir where all can read it"
             )
         run.log = RunLog(run.accelerator, run.config, run.run_id, run.step)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGUSR1,  # with the next, what Slurm sends before the time is up
+            signal.SIGUSR2,
+        ):
+            if (
+                threading.current_thread() is threading.main_thread()  # no other may set handlers
+                # nohup ignores SIGHUP. None: the handler is not Python's.
+                and signal.getsignal(number) not in (signal.SIG_IGN, None)
+            ):
                 # Only the main process heeds it. Once that has ended, the launcher ends the others.
-                signal.signal(number, run.interrupt if is_main else signal.SIG_IGN)
+                former = signal.signal(
+                    number,
+                    run.interrupt if run.accelerator.is_main_process else signal.SIG_IGN,
+                )
+                former_handlers.callback(signal.signal, number, former)
         try:
             train(run)
-            if is_main:
+            if run.accelerator.is_main_process:
                 print(report_run(run))
+            run.accelerator.wait_for_everyone()  # nobody may leave while another process writes
+            run.accelerator.end_training()
         except BaseException:  # a signal, or an error of a reward function, a tracker or the memory
             run.defers_signals = True  # so that no other signal ends this
             save_checkpoint(run)
             raise
         finally:
             run.log.bar.close()
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook wants it
-
-        run.accelerator.wait_for_everyone()  # nobody may leave while another process writes
-        run.accelerator.end_training()
 
 
 if __name__ == "__main__":

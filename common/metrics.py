@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import pandas
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -55,8 +56,11 @@ def rollout_metrics(
         "truncated_share": (batch.truncated, every_row),
         "entropy": (batch.entropy, batch.mask),
     }
-    result = log_means(logged)
-    result |= {"reward": math.nan} | means(accelerator, [averages])  # NaN if nothing is judged
+    result = (
+        log_means(logged)
+        | {"reward": math.nan}  # if nothing is judged
+        | means(accelerator, [averages])
+    )
     result["reward_timeouts"] = sum(gather_object([GRADER.timeouts]))
     result["zero_std_share"] = (advantages == 0).all(1).float().mean().item()
     result["rollout_tokens"] = round(result["completion_length"] * advantages.numel())
@@ -93,26 +97,23 @@ def eval_metrics(
     samples are right (Chen et al. 2021, arXiv 2107.03374, eq. 1). The mean rewards are those of
     samples.
     """
-    right: dict[str, dict[int, float]] = {"greedy": {}, "sampled": {}}  # kind -> problem -> count
-    for kind, problem, _, values in verdicts:
-        right[kind][problem] = right[kind].get(problem, 0) + values[0]
-    result = {}
-    problems = len(right["greedy"])
-    samples = len(verdicts) // problems - 1  # of each problem, beside the greedy one
-    if not math.isnan(sum(right["greedy"].values())):  # all problems have answers
-        result["greedy_accuracy"] = sum(right["greedy"].values()) / problems
-        result["sampled_accuracy"] = sum(right["sampled"].values()) / (samples * problems)
+    table = pandas.DataFrame(  # own functions do not judge greedy answers
+        dict(zip(["kind", "problem", "is_truncated", *names], [*facts, *values], strict=False))
+        for *facts, values in verdicts
+    )
+    averages = table.groupby("kind")[names].mean()  # without NaN
+    result: dict[str, float] = {}
+    if table[names[0]].notna().all():  # all problems have answers
+        result |= averages[names[0]].add_suffix("_accuracy").to_dict()
+        of_problems = table[table["kind"] == "sampled"].groupby("problem")[names[0]]
+        samples = int(of_problems.size().max())  # of each problem
         for k in sorted({2**i for i in range(1, samples.bit_length())} | {samples} - {1}):
-            misses = sum(math.comb(samples - int(count), k) for count in right["sampled"].values())
-            result[f"pass@{k}"] = 1 - misses / (math.comb(samples, k) * problems)
-    for column, name in enumerate(names[1:], 1):
-        rewards = [values[column] for kind, *_, values in verdicts if kind == "sampled"]
-        known = [reward for reward in rewards if not math.isnan(reward)]
-        if known:
-            result[f"rewards/{name}"] = sum(known) / len(known)
+            misses = sum(math.comb(samples - int(count), k) for count in of_problems.sum())
+            result[f"pass@{k}"] = 1 - misses / (math.comb(samples, k) * len(of_problems))
+    result |= averages.loc["sampled", names[1:]].dropna().add_prefix("rewards/").to_dict()
     if not result:
         fail("held-out problems have no answers, and no reward function judges them")
-    result["truncated_share"] = sum(truncated for _, _, truncated, _ in verdicts) / len(verdicts)
+    result["truncated_share"] = table["is_truncated"].mean()
     return result
 
 

@@ -2,15 +2,16 @@
 
 import json
 import math
+import re
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import matplotlib.figure  # not pyplot: no global figures, no backend switch
 import pandas
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from matplotlib.figure import Figure  # not pyplot: no global figures, no backend switch
 from transformers import PreTrainedTokenizerBase
 
 from common.data import FIXED_DATE, whole_prompt
@@ -20,17 +21,14 @@ from common.task import Problem, token_roles
 FOLDER = Path(__file__).parent  # of the templates
 STRONGEST_TINT = 12  # of credit.html, whose tints begin at 0; it stands for a weight of 3
 
-# The title of each panel of curves.png, with the keys of its lines.
+# The panels of curves.png that several figures share, with patterns of their keys. Any other figure
+# has a panel of its own.
 PANELS = {
-    "Accuracy": ["eval/sampled_accuracy", "eval/greedy_accuracy", "rewards/accuracy_reward/mean"],
-    "Reward of a completion": ["reward"],
-    "Entropy (nats per token)": ["entropy"],
-    "KL from the base (nats per token)": ["kl"],
-    "How unevenly credit is spread": ["weight_gini", "weight_effn"],
-    "Completion length (tokens)": ["completion_length"],
-    "Shares": ["truncated_share", "zero_std_share", "clip_fraction"],
-    "Gradient norm": ["grad_norm"],
-    "Seconds per step": ["seconds_rollout", "seconds_score", "seconds_update", "seconds_credit"],
+    "share of problems solved": r"eval/(.*_accuracy|pass@\d+)|rewards/accuracy_reward/mean",
+    "share": r"(eval/)?\w+_share",
+    "share clipped": r"clip_fraction.*|clipped_gradient",
+    "concentration of credit": r"weight_\w+",
+    "seconds": r"seconds_\w+",
 }
 
 
@@ -39,18 +37,18 @@ def report_run(run: Any) -> str:
     log: RunLog = run.log
     folder = log.folder
     run.model.save_pretrained(folder / "adapter")
-    evaluations = {row["step"]: row["eval"] for row in log.rows if row.get("eval")}
-    last_step = max(evaluations)
+    last_step = max(log.evaluations)
     weights = folder / ("adapter" if log.best_step == last_step else f"checkpoint-{log.best_step}")
     summary = {
-        "before": evaluations.get(0, {}),  # none if a checkpoint was moved without its log
-        "after": evaluations[last_step],
+        "before": log.evaluations.get(0, {}),  # none if a checkpoint was moved without its log
+        "after": log.evaluations[last_step],
         "best": {
             "step": log.best_step,
-            log.metric: evaluations[log.best_step][log.metric],
+            log.metric: log.evaluations[log.best_step][log.metric],
             "weights": str(weights) if weights.is_dir() else None,  # None: they were not saved
         },
         "steps": last_step,
+        "steps_with_gradient": sum((row.get("grad_norm") or 0) > 0 for row in log.rows),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     table = summary_table(summary, log.metric)
@@ -76,14 +74,16 @@ def summary_table(summary: dict[str, Any], metric: str) -> str:
     for key, new in summary["after"].items():
         old = summary["before"].get(key, torch.nan)
         name = key.replace("_", " ")
-        if key.startswith("rewards/"):
-            lines.append(f"{name:20}{old:8.3f}{new:8.3f}{new - old:+8.3f}")
-        else:
-            change = 100 * new - 100 * old
-            lines.append(f"{name:20}{100 * old:7.1f}%{100 * new:7.1f}%{change:+8.1f}")
+        lines.append(
+            f"{name:20}{old:8.3f}{new:8.3f}{new - old:+8.3f}"
+            if key.startswith("rewards/")
+            else f"{name:20}{old:8.1%}{new:8.1%}{100 * new - 100 * old:+8.1f}"
+        )
     best = summary["best"]
     lines += ["", f"best: {metric.replace('_', ' ')} {best[metric]:.3f} at step {best['step']}, "
-              f"weights: {best['weights']}"]  # fmt: skip
+              f"weights: {best['weights']}",
+              f"{summary['steps_with_gradient']} of {summary['steps']} updates had a gradient",
+              ]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -101,7 +101,11 @@ def write_model_card(
     """
     card = ModelCard.from_template(
         ModelCardData(
-            base_model=config["model_name_or_path"],
+            base_model=(  # the Hub refuses a folder
+                None
+                if Path(config["model_name_or_path"]).is_dir()
+                else config["model_name_or_path"]
+            ),
             library_name="peft",
             tags=["grpo", "lora", config["credit"]],
         ),
@@ -122,21 +126,42 @@ def write_model_card(
 
 
 # ---- curves.png ----------------------------------------------------------------------------------
+@matplotlib.rc_context({"text.parse_math": False})  # in a name, $ is only a character
 def write_curves(path: Path, rows: list[dict[str, Any]], title: str) -> None:
-    """Draws the updates as a pale line, and means over a tenth of the run as a bold one."""
-    table = pandas.json_normalize(rows, sep="/").set_index("step")
-    figure = Figure(figsize=(15, 10), layout="constrained")
-    figure.suptitle(title, parse_math=False)
-    for ax, (name, keys) in zip(figure.subplots(3, 3).flat, PANELS.items(), strict=True):
-        ax.set_title(name)
-        for i, key in enumerate(keys):
-            points = table.get(key, pandas.Series()).dropna().astype(float)
-            if not key.startswith("eval/"):
-                ax.plot(points, color=f"C{i}", alpha=0.3)
-                points = points.rolling(len(rows) // 10 + 1, center=True, min_periods=1).mean()
-            ax.plot(points, color=f"C{i}", label=key, marker="." if len(points) < 12 else None)
-        ax.legend()
+    """Draws evaluations as they are, and updates pale, under means over a tenth of the run.
+
+    Of what is 0 from the first update to the last, only rewards are drawn.
+    """
+    table = (
+        pandas.json_normalize(rows, sep="/")
+        .set_index("step")
+        .apply(pandas.to_numeric, errors="coerce")  # a method may log a text, too
+    )
+    is_drawn = table.any() | (
+        table.columns.str.fullmatch("reward|(eval/)?rewards/.*") & table.notna().any()
+    )
+    panels = table.loc[:, is_drawn].T.groupby(panel_of, sort=False)
+    height = math.ceil(len(panels) / 4)
+    figure = matplotlib.figure.Figure(figsize=(20, 3 * height + 1), layout="constrained")
+    figure.suptitle(title)
+    for place, (name, figures) in enumerate(panels, 1):
+        ax = figure.add_subplot(height, 4, place, xlabel="step", ylabel=name)
+        for i, (key, points) in enumerate(figures.T.items()):
+            points = points.dropna()
+            window = 1 if key.startswith("eval/") else len(rows) // 20 * 2 + 1
+            means = points.rolling(window, center=True, min_periods=1).mean()
+            ax.plot(points, color=f"C{i}", alpha=0.3)
+            ax.plot(means, color=f"C{i}", label=key, marker="." if len(points) < 12 else None)
+        ax.legend(fontsize="small")
     figure.savefig(path)
+
+
+def panel_of(key: str) -> str:
+    """Returns the name of the panel that a figure is in, the same in training and evaluations."""
+    return next(
+        (name for name, pattern in PANELS.items() if re.fullmatch(pattern, key)),
+        key.removeprefix("eval/").removesuffix("/mean"),
+    )
 
 
 # ---- credit.html ---------------------------------------------------------------------------------
@@ -159,10 +184,14 @@ def write_credit_page(path: Path, title: str, groups: list[dict[str, Any]]) -> N
 
 
 def visible(value: object) -> str:
-    """Returns a text with <U+....> for control, bidirectional and zero-width characters."""
-    text = str(value)
-    hidden = {ord(letter) for letter in text if not letter.isprintable()} - {ord("\n")}
-    return text.translate({code: f"<U+{code:04X}>" for code in hidden})
+    """Returns a text with <U+....> for control, bidirectional and zero-width characters.
+
+    Joiners are shown as they are, if all of them are inside words or emoji.
+    """
+    # At its edges a word may go on: the text may be one token.
+    letters = re.sub("(?<![\\s\u200c\u200d])[\u200c\u200d](?![\\s\u200c\u200d])", "", str(value))
+    hidden = {ord(letter) for letter in letters if not letter.isprintable()} - {ord("\n")}
+    return str(value).translate({code: f"<U+{code:04X}>" for code in hidden})
 
 
 def credit_example(
@@ -180,28 +209,31 @@ def credit_example(
     groups: dict[int, list[dict[str, Any]]] = {}
     for micro in micros:
         for i, is_token in enumerate(micro.mask):
-            completion = {
-                "problem": micro.problems[i],
-                "reward": micro.rewards[i].item(),
-                "rank": micro.rewards[i].nan_to_num(nan=-math.inf).item(),  # last if not judged
-                "advantage": micro.advantages[i].item(),
-                "truncated": micro.truncated[i].item(),
-                "ids": micro.ids[i, micro.prompt_width :][is_token],
-                "weights": micro.weights[i][is_token],
-                "logp": micro.sampled_logp[i][is_token],
-                "entropy": micro.entropy[i][is_token],
-            }
-            groups.setdefault(int(micro.rows[i]) // group_size, []).append(completion)
+            groups.setdefault(int(micro.rows[i]) // group_size, []).append(
+                {
+                    "problem": micro.problems[i],
+                    "reward": micro.rewards[i].item(),
+                    "rank": micro.rewards[i].nan_to_num(nan=-math.inf).item(),  # last if not judged
+                    "advantage": micro.advantages[i].item(),
+                    "truncated": micro.truncated[i].item(),
+                    "ids": micro.ids[i, micro.prompt_width :][is_token],
+                    "weights": micro.weights[i][is_token],
+                    "logp": micro.sampled_logp[i][is_token],
+                    "entropy": micro.entropy[i][is_token],
+                }
+            )
     for _, members in sorted(groups.items()):
         if all(member["advantage"] == 0 for member in members):
             continue
         by_reward = sorted(members, key=itemgetter("rank"), reverse=True)
         problem = members[0]["problem"]
-        messages = whole_prompt(problem.prompt, system_prompt)
         return [
             {
                 # Only texts: a message may hold a date, say, which no checkpoint could load.
-                "messages": [{"role": m["role"], "content": m["content"]} for m in messages],
+                "messages": [
+                    {"role": message["role"], "content": message["content"]}
+                    for message in whole_prompt(problem.prompt, system_prompt)
+                ],
                 "answer": problem.answer,
                 "step": step,
                 "size": group_size,
@@ -242,15 +274,19 @@ def shown_completion(
             start, end = end, i + 1
     problem = completion["problem"]
     roles = token_roles(pieces, problem) if problem.steps else [""] * len(ids)
-    tokens = [
-        {"text": piece, "role": role, "numbers": numbers, "tints": token_tints}
-        for piece, role, numbers, token_tints in zip(
-            pieces, roles, values.T.tolist(), tints.T.tolist(), strict=True
-        )
-    ]
+    shown = (  # no token hides a joiner if the text has one outside of words, as beside a blank
+        [visible(f" {piece} ")[1:-1] for piece in pieces]
+        if "<U+200" in visible("".join(pieces))
+        else pieces
+    )
     return {
         "reward": completion["reward"],
         "advantage": completion["advantage"],
         "truncated": completion["truncated"],
-        "tokens": tokens,
+        "tokens": [
+            {"text": piece, "role": role, "numbers": numbers, "tints": token_tints}
+            for piece, role, numbers, token_tints in zip(
+                shown, roles, values.T.tolist(), tints.T.tolist(), strict=True
+            )
+        ],
     }

@@ -16,8 +16,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
 from common import fail
@@ -28,6 +31,7 @@ MAX_TIMEOUTS = 30  # of one `grade`, a minute in all; then it sends nothing more
 NO_LISTS = (Mapping, Set, str, bytes)  # what a reward function must not return
 SAMPLED = "sampled_completions"
 ACCURACY = "accuracy_reward"  # the name that stands for the grader's own verdict
+LOGGER = get_logger(__name__)  # of the main process
 
 
 # ---- Grading -------------------------------------------------------------------------------------
@@ -48,15 +52,20 @@ class Grader:
         verdicts = []
         limit = self.timeouts + MAX_TIMEOUTS
         for completion, problem in zip(completions, problems, strict=True):
-            question = problem.prompt
-            if not isinstance(question, str):
-                question = "\n".join(message["content"] for message in question)
+            question = (
+                problem.prompt
+                if isinstance(problem.prompt, str)
+                else "\n".join(message["content"] for message in problem.prompt)
+            )
             settled = settle(last_boxed(completion) or "", problem.answer, question)
             if isinstance(settled, list):
                 self.timeouts += self.timeouts >= limit  # then it gets 0 without a verdict, too
                 settled = self.timeouts < limit and all(self._is_equal(*pair) for pair in settled)
-            verdict = float(settled and has_right_steps(completion, problem))
-            verdicts.append(verdict if problem.answer else math.nan)
+            verdicts.append(
+                float(settled and has_right_steps(completion, problem))
+                if problem.answer
+                else math.nan
+            )
         return verdicts
 
     def _judge(self, box: str, gold: str) -> bool:
@@ -106,38 +115,57 @@ def is_right(completion: str | list, gold: str, problem: str | list = "") -> boo
 # ---- Reward functions ----------------------------------------------------------------------------
 def load_reward_funcs(
     paths: list[str], weights: list[float] | None
-) -> tuple[dict[str, Callable | None], torch.Tensor]:
+) -> tuple[dict[str, Callable | None], torch.Tensor, dict[str, ModuleType]]:
     """Returns F reward functions by name, from dotted paths as in TRL, and their weights [F].
 
-    A function is None for accuracy_reward, which stands for the grader's own verdict.
+    A function is None for accuracy_reward, which stands for the grader's own verdict. Last come the
+    modules, by name: those of the paths, and what they import from the working directory. What lies
+    there is read anew, because a notebook may have loaded it before it was changed.
     """
     functions: dict[str, Callable | None] = {}
+    modules: dict[str, ModuleType] = {}
     weights = weights or [1.0] * len(paths)
-    for path in paths:
-        module_name, _, name = path.rpartition(".")
-        functions[name] = None
-        if path != ACCURACY:
-            sys.path.append(os.getcwd())  # at the end, so that no file there replaces a library
-            with contained(path):
-                functions[name] = getattr(importlib.import_module(module_name), name)
+    former = modules_here()
+    for name in former:
+        del sys.modules[name]
+    try:
+        for path in paths:
+            module_name, _, name = path.rpartition(".")
+            functions[name] = None
+            if path != ACCURACY:
+                sys.path.append(os.getcwd())  # at the end, so that no file there replaces a library
+                with contained(path):
+                    modules[module_name] = importlib.import_module(module_name)
+                    functions[name] = getattr(modules[module_name], name)
+        modules |= modules_here()
+    finally:
+        sys.modules.update(former | modules_here())  # what they do not import stays as it was
     if not len(functions) == len(paths) == len(weights) or not all(abs(w) < 1e18 for w in weights):
         fail(f"--reward_funcs {paths} must have different names, and a weight each, "
                          f"not {weights}")  # fmt: skip
-    return functions, torch.tensor(weights, dtype=torch.float64)
+    return functions, torch.tensor(weights, dtype=torch.float64), modules
 
 
-def code_digests(functions: dict[str, Callable | None]) -> dict[str, str]:
-    """Returns a digest of the file that defines each function, if one does, by its name."""
-    modules = {
-        name: sys.modules.get(getattr(inspect.unwrap(function), "__module__", ""))
-        for name, function in functions.items()
-        if function is not None
-    }
-    files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
+def modules_here() -> dict[str, ModuleType]:
+    """Returns the modules that the working directory holds by their names, but for our common/."""
     return {
-        f"code of {name}": hashlib.blake2b(Path(file).read_bytes(), digest_size=4).hexdigest()
+        name: module
+        for name, module in sys.modules.copy().items()
+        if name.split(".")[0] != "common"
+        and str(getattr(module, "__file__", "")).removesuffix(".py").removesuffix("/__init__")
+        == os.path.join(os.getcwd(), *name.split("."))
+    }
+
+
+def code_digests(modules: dict[str, ModuleType]) -> dict[str, str]:
+    """Returns a digest of the file of each module, if it has one."""
+    files = {
+        name: Path(getattr(module, "__file__", None) or "") for name, module in modules.items()
+    }
+    return {
+        f"code of {name}": hashlib.blake2b(file.read_bytes(), digest_size=4).hexdigest()
         for name, file in files.items()
-        if file is not None and Path(file).exists()
+        if file.is_file()
     }
 
 
@@ -170,10 +198,11 @@ def reward_values(
     logged.setdefault(SAMPLED, []).append(len(texts))
     columns = []
     for name, function in functions.items():
-        if function is None:
-            numbers = GRADER.grade(texts, problems)
-        else:
-            numbers = call_reward_func(name, function, problems, texts, ids, logged)
+        numbers = (
+            GRADER.grade(texts, problems)
+            if function is None
+            else call_reward_func(name, function, problems, texts, ids, logged)
+        )
         logged.setdefault(f"rewards/{name}/mean", []).extend(
             number for number in numbers if not math.isnan(number)
         )
@@ -202,8 +231,9 @@ def log_means(logged: dict[str, list[float]]) -> dict[str, float]:
     for own in gather_object([logged]):
         for name, numbers in own.items():
             everywhere.setdefault(name, []).extend(numbers)
-    figures = {name: sum(numbers) / len(numbers) for name, numbers in everywhere.items() if numbers}
-    return figures | {SAMPLED: sum(everywhere[SAMPLED])}
+    return {
+        name: sum(numbers) / len(numbers) for name, numbers in everywhere.items() if numbers
+    } | {SAMPLED: sum(everywhere[SAMPLED])}
 
 
 def call_reward_func(
@@ -229,10 +259,9 @@ def call_reward_func(
         text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
         for problem, text in zip(problems, texts, strict=True)
     ]
-    inputs: dict[str, list] = {}
-    for column in problems[0].columns:  # all problems have the same columns
-        inputs[column] = [problem.columns[column] for problem in problems]
-    inputs |= {  # these replace columns of the same names
+    inputs: dict[str, Any] = {  # all problems have the same columns
+        column: [problem.columns[column] for problem in problems] for column in problems[0].columns
+    } | {  # these replace columns of the same names
         "gold": [problem.answer or problem.columns.get("gold", "") for problem in problems],
         "prompts": [problem.prompt for problem in problems],
         "completions": replies,
@@ -241,7 +270,16 @@ def call_reward_func(
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if takes_any or "log_metric" in parameters:
-        inputs["log_metric"] = log_metric  # type: ignore[assignment]
+        inputs["log_metric"] = log_metric
+    for parameter in parameters.values():
+        if parameter.default is not parameter.empty and parameter.name not in {
+            *inputs,
+            *getattr(function, "keywords", ()),  # of functools.partial
+        }:
+            LOGGER.warning_once(  # it may be misspelt
+                f"no column of the data is called {parameter.name}, so the reward function {name} "
+                f"gets its default, {parameter.default!r}"
+            )
     with contained(name):
         values = function(**inputs)
         numbers = [None if value is None else float(value) for value in values]

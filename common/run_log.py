@@ -6,14 +6,16 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from common import fail
+from common.answers import last_boxed
+from common.reward import ACCURACY
 
 
 def plain(value: Any) -> Any:
@@ -87,22 +89,39 @@ class RunLog:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             if accuracies:
-                shown = [f"{name} {accuracy:.3f}" for name, accuracy in accuracies.items()]
-                tqdm.write(f"step {row['step']:4d}, held out: {'  '.join(shown)}")
+                tqdm.write(
+                    f"step {row['step']:4d}, held out: "
+                    + "  ".join(f"{name} {accuracy:.3f}" for name, accuracy in accuracies.items())
+                )
         if accuracies:
             self.choose_best()
             self.bar.unpause()  # keeps the evaluation out of the time per step
         else:
             self.bar.set_postfix(reward=row.get("reward"), refresh=False)
             self.bar.update()
-        figures = {name: figure for name, figure in row.items() if name not in ("step", "eval")}
-        figures |= {f"eval/{name}": accuracy for name, accuracy in accuracies.items()}
+        figures = {name: figure for name, figure in row.items() if name not in ("step", "eval")} | {
+            f"eval/{name}": accuracy for name, accuracy in accuracies.items()
+        }
         self.accelerator.log(figures, row["step"])
 
-    def write_completions(self, step: int, kind: str, batch: Any, rewards: Tensor) -> None:
-        """Appends a group's worth of a Batch, of the kind "train", "greedy" or "sampled"."""
+    def write_completions(
+        self, step: int, kind: str, batch: Any, functions: dict[str, Callable | None]
+    ) -> None:
+        """Appends a group's worth of a Batch, of the kind "train", "greedy" or "sampled".
+
+        The functions are those that judge samples, by name; greedy answers get the first one alone.
+        At a new run's first evaluation, a line says so if no sample has a box.
+        """
         if not self.accelerator.is_main_process:
             return
+        if (
+            kind == "sampled"
+            and self.rows == []
+            and ACCURACY in self.config["reward_funcs"]
+            and not any(last_boxed(text) for text in batch.texts)
+        ):
+            tqdm.write("no sampled answer has a \\boxed{} that accuracy_reward could read")
+        names = [ACCURACY if function is None else name for name, function in functions.items()]
         with open(self.folder / "completions.jsonl", "a", encoding="utf-8") as file:
             for i, problem in enumerate(batch.problems[: self.config["num_generations"]]):
                 row = {
@@ -112,7 +131,11 @@ class RunLog:
                     "prompt": problem.prompt,
                     "answer": problem.answer,
                     "completion": batch.texts[i],
-                    "reward": rewards[i].item(),
+                    "reward": (
+                        batch.rewards[i] if kind == "train" else batch.function_rewards[i, 0]
+                    ).item(),
+                    "rewards": dict(zip(names, batch.function_rewards[i].tolist(), strict=False)),
+                    "advantage": batch.advantages[i].item() if kind == "train" else None,
                     "truncated": batch.truncated[i].item(),
                 }
                 file.write(json.dumps(plain(row), default=str) + "\n")
@@ -125,15 +148,16 @@ class RunLog:
     def choose_best(self) -> None:
         """Sets `metric`, and `best_step` to the first evaluation where the metric is highest.
 
-        By default the metric is the sampled accuracy or, where there is none, the first reward.
+        By default the metric is the sampled accuracy or, where there is none, the first reward. The
+        figures of all evaluations, by their steps, are in `evaluations` then.
         """
-        evaluations = {row["step"]: row["eval"] for row in self.rows if row.get("eval")}
-        names = next(reversed(evaluations.values()))
+        self.evaluations = {row["step"]: row["eval"] for row in self.rows if row.get("eval")}
+        names = next(reversed(self.evaluations.values()))
         self.metric = self.config["metric_for_best_model"] or (
             "sampled_accuracy" if "sampled_accuracy" in names else next(iter(names))
         )
         figures = {
-            step: row[self.metric] for step, row in evaluations.items() if self.metric in row
+            step: row[self.metric] for step, row in self.evaluations.items() if self.metric in row
         }
         if not figures:
             fail(f"--metric_for_best_model {self.metric} is none of {list(names)}")

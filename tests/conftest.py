@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 from unittest import mock
@@ -84,8 +83,6 @@ def run_main(monkeypatch, tmp_path, capfd):
     drawn, and of the embedded task it has the first 40 problems. Exceptions that are no SystemExit
     or KeyboardInterrupt are raised here, too.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # --reward_funcs adds the working directory
     monkeypatch.setattr(common.report, "write_curves", lambda *_: None)
@@ -94,7 +91,6 @@ def run_main(monkeypatch, tmp_path, capfd):
     def start(**flags) -> tuple[int, str, str]:
         argv = command_line(TINY_RUN | {"output_dir": "out"} | flags)
         monkeypatch.setattr(sys, "argv", ["grpo_arca.py", *argv])
-        AcceleratorState._reset_state()  # as in a process of its own
         code = 0
         said = ""
         try:
@@ -107,9 +103,7 @@ def run_main(monkeypatch, tmp_path, capfd):
         out, err = capfd.readouterr()
         return code, out, err + said
 
-    yield start
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return start
 
 
 @pytest.fixture

@@ -20,14 +20,14 @@ from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 import grpo_arca
 
 ENDLESS = TINY_RUN | {"max_steps": 100_000, "output_dir": "out", "save_steps": 0}
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.fixture
 def send(monkeypatch):
     """send(number, "update", 2) -> from now on, this function begins with the signal at step 2."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)  # the tests may run in the background, or by nohup
+    # The tests may run in the background, or by nohup.
+    former = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
 
     def arrange(number: int, name: str, step: int) -> None:
         function = getattr(grpo_arca, name)
@@ -39,7 +39,9 @@ def send(monkeypatch):
 
         monkeypatch.setattr(grpo_arca, name, interrupted)
 
-    return arrange
+    yield arrange
+    for number, handler in former.items():
+        signal.signal(number, handler)
 
 
 def steps_left(tmp_path: Path) -> tuple[int, list[str]]:
@@ -55,6 +57,8 @@ def steps_left(tmp_path: Path) -> tuple[int, list[str]]:
         (signal.SIGTERM, "collect", 2, (2, ["checkpoint-2"])),  # at once
         (signal.SIGHUP, "update", 2, (4, ["checkpoint-4"])),  # once this rollout's updates are made
         (signal.SIGINT, "evaluate", 0, (-1, [])),  # nothing to save yet
+        (signal.SIGUSR1, "collect", 0, (0, [])),
+        (signal.SIGUSR2, "collect", 2, (2, ["checkpoint-2"])),
     ],
 )
 def test_the_updates_so_far_are_saved(run_main, send, tmp_path, number, name, step, left):
@@ -64,7 +68,7 @@ def test_the_updates_so_far_are_saved(run_main, send, tmp_path, number, name, st
     assert steps_left(tmp_path) == left
     assert not (tmp_path / "out/summary.json").exists()
     assert "saved" not in out
-    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler  # as in a notebook
+    assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_DFL}  # as before
 
 
 def test_a_signal_after_the_last_update_loses_nothing(run_main, send, tmp_path, monkeypatch):

@@ -376,10 +376,12 @@ def test_reward_functions_come_from_dotted_paths_and_have_weights(tmp_path, monk
     (tmp_path / "kit_of_test_reward").mkdir()
     (tmp_path / "kit_of_test_reward/inner.py").write_text("def length(**_):\n    return [1]\n")
     paths = ["accuracy_reward", "kit_of_test_reward.inner.length", "math.prod"]
-    functions, weights = load_reward_funcs(paths, [0.5, -1.0, 2.0])
+    functions, weights, _ = load_reward_funcs(paths, [0.5, -1.0, 2.0])
     assert list(functions) == ["accuracy_reward", "length", "prod"]
     assert functions["accuracy_reward"] is None and functions["length"]() == [1]
     assert weights.tolist() == [0.5, -1.0, 2.0]
+    load_reward_funcs(["math.prod"], None)
+    assert sys.modules["kit_of_test_reward.inner"].length is functions["length"]  # it stays
     assert load_reward_funcs(paths, None)[1].tolist() == [1.0, 1.0, 1.0]
     for wrong, weights in (
         (["math.prod", "math.prod"], None),

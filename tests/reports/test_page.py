@@ -34,9 +34,12 @@ HOSTILE = [
     f'<a href="javascript:{RUN}" autofocus>here</a>',
     "&lt;script&gt; &#60;b&#62; {{ title }} {% for x in groups %} {# $title",
 ]
-HIDDEN = {  # no control, bidirectional or zero-width character reaches the page
+HIDDEN = {  # no control or bidirectional character reaches the page, nor a joiner outside of words
     "NUL \x00 ESC \x1b[31m": "NUL <U+0000> ESC <U+001B>[31m",
     "\u202etxt.exe \u200f\ufeff\ud800": "<U+202E>txt.exe <U+200F><U+FEFF><U+D800>",
+    "می\u200cشد 👨\u200d👩": "می\u200cشد 👨\u200d👩",
+    "\u200d": "\u200d",  # a token of such a word
+    "a \u200d b\u200c\u200cc": "a <U+200D> b<U+200C><U+200C>c",
 }
 
 
@@ -155,16 +158,24 @@ def test_the_group_is_the_first_with_an_advantage_with_its_best_and_worst(tmp_pa
     assert [c["reward"] for c in group["completions"]] == [1.0] * 3
 
 
-def test_a_text_of_parts_of_characters_is_whole(tmp_path, monkeypatch):
-    """A part of a character may hide the whole ones next to it, as Llama 2's decoder does."""
-    text = "🤯é 木木 a  b\n" * 9
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("🤯é 木木 a  b\n" * 9, "🤯é 木木 a  b↵\n" * 9),
+        ("می\u200cشد", "می\u200cشد"),
+        ("a" + "\u200d" * 9 + "b", "a" + "<U+200D>" * 9 + "b"),
+    ],
+)
+def test_a_text_of_parts_of_characters_is_whole(tmp_path, monkeypatch, text, shown):
+    """A part of a character may hide the whole ones next to it, as Llama 2's decoder does. Joiners
+    belong to words, and hide nowhere else."""
     whole = TOKENIZER.decode
     monkeypatch.setattr(
         TOKENIZER, "decode", lambda ids: re.sub("[^ -~\n]*\ufffd$", "\ufffd", whole(ids))
     )
-    (group,), _ = page_of(tmp_path, [completion_of(text, 0, 1.0)])
-    pieces = [token["text"] for token in group["completions"][0]["tokens"]]
-    assert "".join(pieces) == text and "" in pieces and len(pieces) > 50
+    _, page = page_of(tmp_path, [completion_of(text, 0, 1.0)])
+    pieces = [piece for _, piece in page.tokens()]
+    assert "".join(pieces).replace("·", "") == shown and "·" in pieces
 
 
 # ---- Hostile texts -------------------------------------------------------------------------------
@@ -191,6 +202,9 @@ def test_hostile_texts_are_shown_and_bring_no_element(tmp_path):
     assert [e[0] for e in page.elements] == [e[0] for e in harmless.elements]
     assert page.texts("title") == page.texts("h1") == [HOSTILE[2]]
     assert [text for _, text in page.tokens()] == list(seen.values())
+    assert page.texts("summary").count("1 message before the prompt") == len(seen)
+    directions = [a.get("dir") for _, a, _ in page.elements if a.get("class") == "text"]
+    assert directions == ["auto"] * 4 * len(seen)
     for text in seen.values():  # two messages, the answer and the token
         assert sum(text in element[2] for element in page.elements) >= 5
 

@@ -6,14 +6,15 @@ import warnings
 from unittest import mock
 
 import pytest
+import torch
 import tqdm.std
-from support import ROOT, TINY, few_chains, metrics_of, read_jsonl
+from matplotlib.figure import Figure
+from support import TINY, few_chains, metrics_of, read_jsonl
 
 import grpo_arca
 from common import report
 from common.reward import GRADER
 
-METRICS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 WEIGHTS = {2: "out/adapter"}  # of the last step; no other step's are saved
 
 
@@ -32,6 +33,7 @@ def test_a_run_says_what_it_does_and_leaves_what_it_found(run_main, tmp_path, mo
     first, second, *lines = out.splitlines()
     assert first.startswith(f"arca on {TINY}: trains 28 of 29 linear layers, 90,112 of ")
     assert second == "40 problems, 4 held out, into out"
+    assert "boxed" not in out
     assert [line.split(",")[0] for line in lines[:3]] == ["step    0", "step    1", "step    2"]
     assert re.findall(r" 2/2 \[(\d\d:\d\d)<", err)[-1] == "00:00"
 
@@ -45,9 +47,11 @@ def test_a_run_says_what_it_does_and_leaves_what_it_found(run_main, tmp_path, mo
         "after": evaluations[2],
         "best": {"step": best, "sampled_accuracy": max(accuracies), "weights": WEIGHTS.get(best)},
         "steps": 2,
+        "steps_with_gradient": sum(row.get("grad_norm", 0) > 0 for row in metrics_of(folder)),
     }
     before, after = (100 * accuracies[i] for i in (0, 2))
     assert f"sampled accuracy{before:11.1f}%{after:7.1f}%{after - before:+8.1f}\n" in out
+    assert out.count(f"{summary['steps_with_gradient']} of 2 updates had a gradient\n") == 1
 
     # The completions: a group of each rollout, and as many of each part of an evaluation.
     rows = read_jsonl(folder / "completions.jsonl")
@@ -56,28 +60,61 @@ def test_a_run_says_what_it_does_and_leaves_what_it_found(run_main, tmp_path, mo
     assert [row["step"] for row in rows] == [0] * 8 + [1] * 12 + [2] * 12
     chains = {p.prompt: p for p in few_chains(40, False, seed=1) + few_chains(4, True)}
     for row in rows:
-        assert GRADER.grade([row["completion"]], [chains[row["prompt"]]]) == [row["reward"]]
+        (grade,) = GRADER.grade([row["completion"]], [chains[row["prompt"]]])
+        found = (row["reward"], row["rewards"], row["advantage"] is None)
+        assert found == (grade, {"accuracy_reward": grade}, row["eval"])
+    group = torch.tensor([row["reward"] for row in rows[8:12]])
+    advantages = ((group - group.mean()) / (group.std() + 1e-4)).tolist()
+    assert [row["advantage"] for row in rows[8:12]] == pytest.approx(advantages, rel=1e-4)
+    assert "base_model:" not in (folder / "adapter/README.md").read_text()  # the Hub wants an id
+
+
+def test_a_run_without_a_signal_says_so(run_main, caplog, tmp_path):
+    """No answer is long enough for a box, and a parameter's name is misspelt."""
+    (tmp_path / "flat.py").write_text("def pay(prompts, answr='7', log_metric=None, **_):\n"
+                                      "    return [int(answr)] * len(prompts)\n")  # fmt: skip
+    _, out, _ = run_main(reward_funcs=["accuracy_reward", "flat.pay"], eval_steps=1)
+    assert out.count("no sampled answer has a \\boxed{} that accuracy_reward could read\n") == 1
+    assert "0 of 3 updates had a gradient\n" in out
+    (said,) = re.findall("no column of the data is called (.*)", caplog.text)
+    assert said == "answr, so the reward function pay gets its default, '7'"
+    lines = (tmp_path / "out/completions.jsonl").read_text().splitlines()
+    assert {row["kind"]: row["rewards"] for row in map(json.loads, lines)} == {
+        "greedy": {"accuracy_reward": 0.0},
+        "sampled": {"accuracy_reward": 0.0, "pay": 7.0},
+        "train": {"accuracy_reward": 0.0, "pay": 7.0},
+    }
 
 
 def test_curves_are_those_of_the_log(tmp_path, monkeypatch):
     """Evaluations as they are, and updates pale, with their mean over a tenth of the run bold."""
-    rows = [{"step": 0, "eval": {"sampled_accuracy": 0.25}}]
-    rows += [{"step": step, "reward": float(step == 15), "kl": None} for step in range(1, 41)]
+    rows = [{"step": 0, "eval": {"sampled_accuracy": 0.25, "pass@2": 0.5, "rewards/pay": -3.0}}]
+    others = {"rewards/pay/mean": -4.0, "rewards/pay/$": 9.0, "kl": None, "grad_norm": 0.0}
+    others |= {"seconds_update": 2.0, "seconds_credit": 1.0, "own $\\frac": 1.0, "text": "a"}
+    rows += [{"step": step, "reward": float(step == 15)} | others for step in range(1, 41)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report.write_curves(tmp_path / "curves.png", rows, "a $title_ \\frac")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    save = mock.create_autospec(report.Figure.savefig)
-    monkeypatch.setattr(report.Figure, "savefig", save)
+    save = mock.create_autospec(Figure.savefig)
+    monkeypatch.setattr(Figure, "savefig", save)
     report.write_curves(tmp_path / "curves.png", rows[:1], "")
     report.write_curves(tmp_path / "curves.png", rows, "")
-    lines = {axes.get_title(): axes.get_lines() for axes in save.call_args.args[0].axes}
-    accuracy = next(line for line in lines["Accuracy"] if line.get_label().startswith("eval/s"))
-    assert accuracy.get_xydata().tolist() == [[0, 0.25]]
-    pale, bold = lines["Reward of a completion"]
+    panels = {axes.get_ylabel(): axes for axes in save.call_args.args[0].axes}
+    assert {axes.get_xlabel() for axes in panels.values()} == {"step"}
+    legends = {name: axes.get_legend().get_texts() for name, axes in panels.items()}
+    assert {name: [text.get_text() for text in texts] for name, texts in legends.items()} == {
+        "share of problems solved": ["eval/sampled_accuracy", "eval/pass@2"],
+        "rewards/pay": ["eval/rewards/pay", "rewards/pay/mean"],
+        "reward": ["reward"],
+        "rewards/pay/$": ["rewards/pay/$"],
+        "seconds": ["seconds_update", "seconds_credit"],
+        "own $\\frac": ["own $\\frac"],
+    }
+    line = panels["share of problems solved"].get_lines()[0]
+    assert line.get_xydata().tolist() == [[0, 0.25]]
+    pale, bold = panels["reward"].get_lines()
     assert pale.get_ydata().tolist() == [float(step == 15) for step in range(1, 41)]
     smooth = [0.2 * (13 <= step <= 17) for step in range(1, 41)]
     assert bold.get_ydata().tolist() == pytest.approx(smooth)
-    for key in re.findall(r"'([a-z_/]+)'", str([*report.PANELS.values()])):
-        assert f"| `{key.replace('accuracy_reward', '<function>')}` |" in METRICS

@@ -7,6 +7,8 @@ differences of nearly equal distributions, where rounding counts for more.
 """
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from support import (
     TINY_RUN,
     VARIETY,
     command_line,
+    metrics_of,
     read_jsonl,
     refusal,
     run_forks,
@@ -34,6 +37,34 @@ TRAINING = TINY_RUN | {
     "max_steps": 2, "max_completion_length": 48, "reward_funcs": "variety.pay",
     "max_eval_samples": 1, "beta": 0.05, "output_dir": "../out",
 }  # fmt: skip
+
+# Each machine is a network namespace, with a copy of the repository in its own folder 0 or 1. They
+# train, and try to go on. Then a single process trains. $0 is Python, $1 the repository.
+TWO_MACHINES = """
+end() { for i in 0 1; do ip netns pids $PPID-$i | xargs -r kill; ip netns delete $PPID-$i; done; }
+trap end EXIT
+for i in 0 1; do ip netns add $PPID-$i || exit 77; done
+ip link add eth0 netns $PPID-0 type veth peer name eth0 netns $PPID-1 || exit 77
+for i in 0 1; do
+    ip -n $PPID-$i address add 10.99.0.1$i/24 dev eth0
+    ip -n $PPID-$i link set eth0 up
+    ip -n $PPID-$i link set lo up
+    mkdir $i && cp -r $1/common $1/grpo_arca.py variety.py $i
+done
+shift
+launch() {
+    for i in 0 1; do
+        (cd $i && GLOO_SOCKET_IFNAME=eth0 ip netns exec $PPID-$i $0 -m accelerate.commands.launch \\
+            --multi_gpu --num_machines 2 --num_processes 2 --machine_rank $i \\
+            --main_process_ip 10.99.0.10 --main_process_port 29500 \\
+            grpo_arca.py "$@" > ../said-$i.txt 2>&1) &
+    done
+    wait
+}
+launch "$@"
+launch "$@" --max_steps 3 --resume_from_checkpoint latest
+cd 0 && $0 grpo_arca.py "$@" --gradient_accumulation_steps 2 --output_dir whole
+"""
 
 
 def processes_of(folder: Path, count: int, script: str, flags: dict) -> list[dict]:
@@ -136,6 +167,22 @@ def test_processes_with_other_problems_steps_or_flags_do_not_train_together(
     code, _, said = run_main(max_steps=0)
     assert code == 1
     assert "processes have different weights, problems, flags or reward functions" in said
+
+
+@pytest.mark.slow
+def test_two_machines_train_as_one_process_does(tmp_path):
+    """They share no folder, so the second one finds no checkpoint to go on from."""
+    flags = TRAINING | {"output_dir": "out", "save_steps": 1, "negative_weight": 0}
+    (tmp_path / "variety.py").write_text(VARIETY)
+    command = ["bash", "-c", TWO_MACHINES, sys.executable, str(ROOT), *command_line(flags)]
+    if subprocess.run(command, cwd=tmp_path).returncode == 77:
+        pytest.skip("no network namespaces can be made here")
+    two, one = (metrics_of(tmp_path / "0" / name) for name in ("out", "whole"))
+    for name in ("loss", "grad_norm", "entropy", "reward"):
+        expected = [row[name] for row in one if name in row]
+        assert [row[name] for row in two if name in row] == pytest.approx(expected, rel=1e-5), name
+    for path in tmp_path.glob("said-?.txt"):
+        assert "put --output_dir where all can read it" in path.read_text()
 
 
 def test_half_a_group_on_a_process_is_refused(make_run, monkeypatch):
