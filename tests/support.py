@@ -99,9 +99,11 @@ def sample(run, problems: list[Problem], draws: torch.Tensor, is_greedy: bool = 
 def stock(run, batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns log-probs and entropies [B, T] of the completions by transformers' own model.
 
-    It reads one row at a time, without padding and cache, with its plainest attention.
+    It reads one row at a time, without padding and cache, with its plainest attention, and with the
+    layers' own functions.
     """
     base = run.model.get_base_model()
+    forwards = [vars(layer).pop("forward", None) for layer in run.model.modules()]
     attention = base.config._attn_implementation
     base.set_attn_implementation("eager")
     results: list[list[torch.Tensor]] = [[], []]
@@ -114,6 +116,9 @@ def stock(run, batch) -> tuple[torch.Tensor, torch.Tensor]:
         ):
             result.append(torch.nn.functional.pad(row, (0, len(mask) - length)))
     base.set_attn_implementation(attention)
+    for layer, forward in zip(run.model.modules(), forwards, strict=True):
+        if forward is not None:
+            layer.forward = forward
     return torch.stack(results[0]), torch.stack(results[1])
 
 

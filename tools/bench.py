@@ -6,6 +6,7 @@
     git worktree add ../before 362cd04 && python tools/bench.py grpo_arca.py --against ../before
     python tools/bench.py grpo_arca.py --trl --shape 1.7B -- --max_completion_length 256
     python tools/bench.py --kernels --shape 1.7B -- --credit uniform   # what a step executes
+    python tools/bench.py --operations --shape narrow                  # and how much on a GPU
 
 A method is a script and its flags, in quotes. The flags after `--` go to all methods. A repeat is a
 short run of each method. Every second repeat goes through them backwards, so that a machine that
@@ -24,6 +25,12 @@ measure it on a real model. On a CPU a run has one thread, unless OMP_NUM_THREAD
 --kernels measures no steps. It prints what grpo_arca.py executes, how often and for how long: in a
 rollout of one segment, in which a GPU reads the prompts and replays one step of decoding, and in an
 update on one micro-batch.
+
+--operations counts on a CPU what grpo_arca.py would ask a GPU for. A GPU takes microseconds to
+begin an operation, and much of its time goes there. Views are free. A product with NF4 weights is
+four operations, as three make the weights dense, and a sum of a tensor and a product is two, unless
+it is in place. Counts depend on a model's layers, not on its widths: the shape "narrow" has those
+of 1.7B.
 """
 
 import argparse
@@ -39,12 +46,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the scripts
 
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, TrainerCallback
 
 from common.metrics import peak_memory
@@ -63,6 +73,7 @@ SHAPES = {  # hidden and intermediate size, layers, heads, and whether the embed
     "1.7B": (2048, 6144, 28, 16, True),
     "4B": (2560, 9728, 36, 32, True),
     "8B": (4096, 12288, 36, 32, False),
+    "narrow": (128, 384, 28, 16, True),  # for --operations
 }
 VOCABULARY = 151_936
 CACHE = Path(tempfile.gettempdir(), "qwen3-shapes")
@@ -71,6 +82,8 @@ SHORT = "--max_eval_samples 2 --num_generations_eval 1 --eval_steps 0 --save_ste
 PHASES = ("rollout", "score", "credit", "update")  # of a step; metrics have their seconds
 COLUMNS = ("step", *PHASES, "tokens/s", "peak GiB")
 RATIOS = ("step", "rollout", "update")
+FREE = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
+COSTS = {"gemm_4bit": 4, "addmm": 2}  # operations on a GPU, where these are more than one
 
 
 class Contender(NamedTuple):
@@ -178,6 +191,8 @@ def run_trl(argv: list[str]) -> None:
         return weighted_sum(values, run.reward_weights).tolist()
 
     run.model.generate = timed_generate
+    for layer in run.model.modules():
+        vars(layer).pop("forward", None)  # TRL computes with the layers' own functions
     config = GRPOConfig(
         output_dir=args.output_dir,
         max_steps=args.max_steps,
@@ -210,19 +225,26 @@ def run_trl(argv: list[str]) -> None:
     ).train()
 
 
-# ---- Kernels -------------------------------------------------------------------------------------
+# ---- Kernels and operations ----------------------------------------------------------------------
+def first_micro_batch(argv: list[str]) -> tuple[Any, list]:
+    """Returns a run of grpo_arca.py, and its first micro-batch, which is scored."""
+    import grpo_arca
+
+    run = grpo_arca.Run(grpo_arca.parse_args(argv))
+    batch = grpo_arca.collect(run, {})
+    micros = grpo_arca.micro_batches(run, batch)[0][:1]
+    grpo_arca.score(run, batch, micros, {})
+    return run, micros
+
+
 def print_kernels(argv: list[str]) -> None:
     """Prints what a rollout of one segment executes, and an update on one micro-batch."""
     import grpo_arca
 
     os.environ["TEARDOWN_CUPTI"] = "0"  # or a second profile may crash where a graph is recorded
-    args = grpo_arca.parse_args(argv)
-    run = grpo_arca.Run(args)
-    batch = grpo_arca.collect(run, {})
-    micros = grpo_arca.micro_batches(run, batch)[0][:1]
-    grpo_arca.score(run, batch, micros, {})
-    args.max_completion_length = grpo_arca.SEGMENT
-    print_profile(f"A rollout of {args.max_completion_length} tokens", grpo_arca.collect, run, {})
+    run, micros = first_micro_batch(argv)
+    run.args.max_completion_length = grpo_arca.SEGMENT
+    print_profile(f"A rollout of {grpo_arca.SEGMENT} tokens", grpo_arca.collect, run, {})
     print_profile("An update on one micro-batch", grpo_arca.update, run, micros)
 
 
@@ -240,6 +262,53 @@ def print_profile(title: str, part: Callable, *inputs: Any) -> None:
         max_name_column_width=80,
     )
     print(f"{title}: {sum(event.count for event in on_gpu)} kernels\n{table}")
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations in a `with` block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not (func.is_view or name.startswith(FREE)):
+            self.count += COSTS.get(name, 1)
+        return func(*args, **(kwargs or {}))
+
+
+def count_of(part: Callable, *inputs: Any) -> int:
+    """Returns how many operations a part of a step takes."""
+    with Operations() as operations:
+        part(*inputs)
+    return operations.count
+
+
+def layer_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Stands in for `rms_norm`, which is several operations on a CPU, but one on a GPU."""
+    return F.layer_norm(x, shape, weight, None, eps)
+
+
+def count_operations(argv: list[str]) -> dict[str, int]:
+    """Returns how many operations a GPU is asked for, in parts of a step."""
+    import grpo_arca
+
+    run, micros = first_micro_batch(
+        [*argv, "--max_completion_length", "3", "--cuda_graphs", "False"]
+    )
+    grpo_arca.update(run, micros)  # the first one makes the optimizer's state, too
+    with mock.patch.object(F, "rms_norm", layer_norm), mock.patch.object(grpo_arca, "CUDA", True):
+        longer = count_of(grpo_arca.collect, run, {})
+        run.args.max_completion_length = 2
+        found = {"a decode step": longer - count_of(grpo_arca.collect, run, {})}
+        found["ARCA's scores of a micro-batch"] = count_of(
+            torch.no_grad()(grpo_arca.token_scores), run, micros[0], {}
+        )
+        for kind in ("with", "without"):
+            found[f"an update's micro-batch, {kind} checkpointing"] = count_of(
+                grpo_arca.update, run, micros * 2
+            ) - count_of(grpo_arca.update, run, micros)
+            run.model.gradient_checkpointing_disable()
+    return found
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -343,6 +412,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("methods", nargs="*", default=METHODS, help='"script.py --flag value"')
     add("--trl", action="store_true", help="TRL's GRPOTrainer beside them")
     add("--kernels", action="store_true", help="print what a step executes")
+    add("--operations", action="store_true", help="print what a step asks a GPU for, as JSON")
     add("--against", type=Path, help="folder of another checkout, beside this one")
     add("--shape", choices=SHAPES, help="random weights; default: the embedded policy")
     add("--repeats", type=int, default=5, help="runs of each")
@@ -359,6 +429,9 @@ def main() -> None:
         folder = str(make_checkpoint(options.shape))
         flags += ["--model_name_or_path", folder, "--reward_funcs", "bench.variety"]
     flags += own_flags
+    if options.operations:
+        print(json.dumps(count_operations(flags), indent=1))
+        return
     if options.kernels:
         print_kernels(flags)
         return

@@ -3,9 +3,11 @@
     python tools/gpu_proof.py                  # what is not done yet, into runs/gpu_proof
     python tools/gpu_proof.py bench worth      # these parts alone, again
     python tools/gpu_proof.py --repeats 1      # sooner, and without a spread
+    python tools/gpu_proof.py count            # the part that needs no GPU
     python tools/gpu_proof.py --small          # tries the command on a CPU, on a small scale
 
-It calls the other tools. Its parts are the tests that need a GPU (tests), where the time of a step
+It calls the other tools. Its parts are the number of operations that a step asks a GPU for, which
+is counted on a CPU (count), the tests that need a GPU (tests), where the time of a step
 of Qwen3-1.7B's shape goes, and what other sizes of rollouts and micro-batches cost (profile), the
 default run (default), SmolLM2 (smollm2), steps of that shape under GRPO, ARCA and TRL (bench), the
 same with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the worth of two methods
@@ -14,8 +16,8 @@ same with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the wort
 Each part is a process with a time limit. If one fails or takes too long, the others still run, and
 the next call repeats it. <folder>/<part>/output.txt has all that it printed. After each part,
 results/data/gpu_proof/gpu.json and results/gpu.md are rewritten. They say what was measured, the
-goal, whether it holds, the card, the versions, and the profile. With --small, both files are in
-<folder>, and no goal is said to hold.
+goal, whether it holds, the card, the versions, and the profile. What gpu.json has of another
+machine stays. With --small, both files are in <folder>, and no goal of a GPU is said to hold.
 """
 
 import argparse
@@ -74,6 +76,18 @@ def bench(methods: str, shape: str, flags: str = "") -> str:
 
 
 PARTS = [
+    Part(
+        "count",
+        400,
+        "ACCELERATE_USE_CPU=true python tools/bench.py --operations --shape narrow -- "
+        "--dtype bfloat16 > {out}/count.json",
+        {
+            "a decode step": (0, 1_250),
+            "ARCA's scores of a micro-batch": (0, 4_200),
+            "an update's micro-batch, with checkpointing": (0, 8_500),
+            "an update's micro-batch, without checkpointing": (0, 6_000),
+        },
+    ),
     Part("tests", 300, "pytest -q tests/trainer/test_gpu.py", {}),
     Part(
         "profile",
@@ -186,6 +200,8 @@ def bench_figures(path: Path) -> dict[str, float]:
 def figures_of(folder: Path) -> dict[str, float]:
     """Returns all figures in the files that a part left."""
     found: dict[str, float] = {}
+    if (folder / "count.json").exists():
+        found |= json.loads((folder / "count.json").read_text())
     if (folder / "run/summary.json").exists():
         found |= run_figures(folder / "run")
     if (folder / "bench.json").exists():
@@ -196,16 +212,15 @@ def figures_of(folder: Path) -> dict[str, float]:
     return found
 
 
-def rows_of(part: Part, folder: Path) -> list[str]:
+def rows_of(part: Part, state: dict[str, Any]) -> list[str]:
     """Returns the rows of a part in the table: how it ended, and each figure with its goal."""
-    state = state_of(folder)
-    found = figures_of(folder)
     gpu = ", ".join(state["hardware"]["gpus"]) or NO_GPU
     rows = [f"| {part.name} | seconds, on {gpu} | {state['seconds']} | | {state['status']} |"]
     for figure, (low, high) in part.goals.items():
-        value = found.get(figure, math.nan)
+        value = state["figures"].get(figure, math.nan)
         verdict = "holds" if low <= value <= high else "misses"
-        if state["status"] != "done" or gpu == NO_GPU or (low, high) == ANY:
+        lacks_gpu = gpu == NO_GPU and part.name != "count"
+        if state["status"] != "done" or lacks_gpu or (low, high) == ANY:
             verdict = ""
         rows.append(f"| | {figure} | {value:,.4g} | {low:.3g} to {high:.3g} | {verdict} |")
     return rows
@@ -234,7 +249,12 @@ def do(part: Part, folder: Path, words: dict[str, Any]) -> None:
         finally:
             if process.poll() is None:  # with all its children, which would keep the memory
                 os.killpg(process.pid, signal.SIGKILL)
-    state = {"status": status, "command": command, "seconds": round(time.time() - began)}
+    state = {
+        "status": status,
+        "command": command,
+        "seconds": round(time.time() - began),
+        "figures": figures_of(folder),
+    }
     (folder / "state.json").write_text(json.dumps(environment() | state, indent=1))
 
 
@@ -246,7 +266,11 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 def write_report(folder: Path, results: Path) -> str:
     """Writes gpu.json and gpu.md, and returns the latter."""
-    states = {part.name: state_of(folder / part.name) for part in PARTS}
+    file = results / "data/gpu_proof/gpu.json"
+    former = json.loads(file.read_text()) if file.exists() else {}
+    states = {
+        part.name: state_of(folder / part.name) or former.get(part.name, {}) for part in PARTS
+    }
     missing = [name for name, state in states.items() if not state]
     lines = [
         f"# Measured on a GPU\n\nNot measured yet: {', '.join(missing) or 'nothing'}.\n",
@@ -255,13 +279,12 @@ def write_report(folder: Path, results: Path) -> str:
     ]
     for part in PARTS:
         if part.name not in missing:
-            lines += rows_of(part, folder / part.name)
+            lines += rows_of(part, states[part.name])
     for table in folder.glob("*/kernels.txt"):
         lines += ["", "```", table.read_text().strip(), "```"]
     page = "\n".join([*lines, "", "Written by `python tools/gpu_proof.py`, which explains it.", ""])
-    data = results / "data/gpu_proof"
-    data.mkdir(parents=True, exist_ok=True)
-    (data / "gpu.json").write_text(json.dumps(states, indent=1) + "\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(states, indent=1) + "\n")
     (results / "gpu.md").write_text(page)
     return page
 
@@ -284,8 +307,8 @@ def main() -> None:
     results = folder if options.small else ROOT / "results"
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     os.environ["CUDA_VISIBLE_DEVICES"] = "" if options.small else first
-    if not (options.small or environment()["hardware"]["gpus"]):
-        parser.error("there is no GPU: --small tries the command in small")
+    if not (options.small or options.parts == ["count"] or environment()["hardware"]["gpus"]):
+        parser.error("there is no GPU: count needs none, and --small tries the command in small")
     for part in PARTS:
         is_done = state_of(folder / part.name).get("status") == "done"
         if part.name in options.parts or not (options.parts or is_done):

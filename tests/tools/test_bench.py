@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import bench
+import gpu_proof
 import pytest
+from accelerate.state import AcceleratorState
 from support import ROOT, TINY_RUN, command_line
 
 # Stands in for a script: a run whose warm-up is slow, in a checkout that has its own speed.
@@ -72,6 +74,26 @@ def test_a_profile_is_of_one_segment_that_reads_the_prompts_and_each_token(tmp_p
     layers = json.loads((ROOT / "common/tiny_policy/config.json").read_text())["num_hidden_layers"]
     assert int(calls) == (1 + 16) * layers
     assert "Backward" in update
+
+
+def test_a_step_asks_a_gpu_for_no_more_operations_than_the_goals_allow(tmp_path, monkeypatch):
+    """Counted for one and for two layers. Each further one of the 28 takes as many."""
+    counts = []
+    monkeypatch.setattr(bench, "CACHE", tmp_path)
+    monkeypatch.setattr(bench, "VOCABULARY", 2048)
+    for layers in (1, 2):
+        monkeypatch.setitem(bench.SHAPES, f"{layers}", (64, 64, layers, 8, True))
+        flags = {
+            "model_name_or_path": bench.make_checkpoint(f"{layers}"),
+            "reward_funcs": "bench.variety",
+            "dtype": "bfloat16",
+        }
+        AcceleratorState._reset_state()
+        counts.append(bench.count_operations(command_line(flags)))
+    (part,) = (part for part in gpu_proof.PARTS if part.name == "count")
+    assert counts[0].keys() == part.goals.keys()
+    for name, (_, goal) in part.goals.items():
+        assert goal * 0.9 < counts[0][name] + 27 * (counts[1][name] - counts[0][name]) <= goal, name
 
 
 @pytest.mark.slow

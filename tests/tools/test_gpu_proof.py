@@ -1,6 +1,7 @@
 """tools/gpu_proof.py: what it reads of its parts, when it calls a goal reached, what it writes."""
 
 import json
+import shutil
 
 import gpu_proof
 import pytest
@@ -25,36 +26,38 @@ def test_figures_are_those_of_the_runs_bench_and_worth_of_a_part(tmp_path):
         repeats[name] = [{"step": v, "update": v, "tokens/s": v, "peak GiB": v} for v in values]
     (tmp_path / "bench.json").write_text(json.dumps({"repeats": repeats}))
     (tmp_path / "worth.csv").write_text("method,worth_low,verdict\nhalf,0.25,control: holds\n")
+    (tmp_path / "count.json").write_text('{"a decode step": 7}')
     found = gpu_proof.figures_of(tmp_path)
     expected = {
         "greedy_accuracy": 0.75, "sampling_gap": 0.09, "seconds of a step": 3.0,
         "x: step": 4.0, "y: step": 10.0, "y: step over the first's": 2.0, "y: peak GiB": 12.0,
         "y: update": 10.0, "half: worth_low": 0.25, "repeats": 3.0,
+        "a decode step": 7,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("status", "gpus", "verdicts"),
+    ("part", "status", "gpus", "verdicts"),
     [
-        ("done", ["H200"], ["done", "holds", "misses"]),
-        ("failed with 1", ["H200"], ["failed with 1", "", ""]),
-        ("done", [], ["done", "", ""]),
+        ("bench", "done", ["H200"], ["done", "holds", "misses"]),
+        ("bench", "failed with 1", ["H200"], ["failed with 1", "", ""]),
+        ("bench", "done", [], ["done", "", ""]),
+        ("count", "done", [], ["done", "holds", "misses"]),
     ],
 )
-def test_a_goal_holds_only_where_a_part_has_ended_well_on_a_gpu(
-    tmp_path, monkeypatch, status, gpus, verdicts
-):
-    state = {"status": status, "seconds": 3, "hardware": {"gpus": gpus}}
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    monkeypatch.setattr(gpu_proof, "figures_of", lambda _: {"a": 2.5, "b": 1.5})
-    rows = gpu_proof.rows_of(Part("part", 9, "", GOALS), tmp_path)
+def test_a_goal_holds_only_where_a_part_has_ended_well_on_a_gpu(part, status, gpus, verdicts):
+    """Unless it needs none."""
+    figures = {"a": 2.5, "b": 1.5}
+    state = {"status": status, "seconds": 3, "hardware": {"gpus": gpus}, "figures": figures}
+    rows = gpu_proof.rows_of(Part(part, 9, "", GOALS), state)
     assert [row.split("|")[-2].strip() for row in rows] == verdicts
     assert rows[1].startswith("| | a | 2.5 | 2 to 3 |")
 
 
-def test_the_first_part_names_tests_that_are_run_by_default():
-    path = ROOT / gpu_proof.PARTS[0].command.split()[-1]
+def test_the_part_of_tests_names_those_that_are_run_by_default():
+    (part,) = (part for part in gpu_proof.PARTS if part.name == "tests")
+    path = ROOT / part.command.split()[-1]
     assert path.is_file() and "slow" not in path.read_text()
 
 
@@ -90,3 +93,9 @@ def test_parts_are_done_once_and_their_end_is_in_the_table(run_tool, tmp_path, m
 
     report = json.loads((folder / "data/gpu_proof/gpu.json").read_text())
     assert report["bad"]["command"] == "exit 3"
+
+    # What another machine has measured stays.
+    monkeypatch.setattr(gpu_proof, "PARTS", [*parts, Part("new", 20, "exit 4", {})])
+    shutil.rmtree(folder / "bad")
+    assert "Not measured yet: nothing." in start("new")
+    assert "failed with 3" in (folder / "gpu.md").read_text()

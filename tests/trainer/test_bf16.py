@@ -61,12 +61,13 @@ def test_scores_in_fp32_see_the_weights_that_are_trained(make_run, module):
             found += [output.detach().float(), gradient.float()]
         return found
 
+    forwards = [layer.forward for layer in layers]
     in_training = weights(torch.bfloat16)
     with module.in_fp32(run) as policy:
         in_scores = weights(torch.float32)
         assert {p.dtype for p in policy.parameters()} == {torch.float32, torch.uint8}
     assert len(in_training) == 56 and all(map(torch.equal, in_training, in_scores))
-    assert not any("forward" in vars(layer) for layer in layers)
+    assert [layer.forward for layer in layers] == forwards
 
 
 def test_gradients_in_bf16_are_near_those_of_fp32(make_run):

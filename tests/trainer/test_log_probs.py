@@ -8,20 +8,24 @@ import grpo_arca
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "training", "cut", "read"),
+    ("checkpointing", "training", "cut", "fewest", "read"),
     [
-        (False, True, 0, [(4, 5), (8, 12)]),  # 4 prompts but for their last tokens; then 8 rows
-        (True, False, 0, [(4, 5), (8, 12)]),
-        (True, True, 0, [(8, 17)]),  # layers that are checkpointed take no cache
-        (False, True, 5, [(8, 12)]),  # prompts of one token
+        (False, True, 0, 0, [(4, 5), (8, 12)]),  # 4 prompts but for their last tokens; then 8 rows
+        (True, False, 0, 0, [(4, 5), (8, 12)]),
+        (True, True, 0, 0, [(8, 17)]),  # layers that are checkpointed take no cache
+        (False, True, 5, 0, [(8, 12)]),  # prompts of one token
+        (False, True, 0, 40, [(4, 5), (8, 12)]),  # a GPU caches 40 tokens if these are enough
+        (False, True, 0, 41, [(8, 17)]),
     ],
 )
 def test_log_probs_and_gradients_are_the_stock_models(
-    make_run, monkeypatch, checkpointing, training, cut, read
+    make_run, monkeypatch, checkpointing, training, cut, fewest, read
 ):
     """At the sampling temperature, in chunks of 5 tokens. Hidden state t predicts token t."""
     monkeypatch.setattr(grpo_arca, "LOGITS_PER_CHUNK", 448 * 5)
     run = make_run(temperature=0.7, gradient_checkpointing=checkpointing)
+    monkeypatch.setattr(grpo_arca, "CUDA", fewest > 0)
+    monkeypatch.setattr(grpo_arca, "FEWEST_CACHED_TOKENS", fewest)
     batch = random_batch()
     batch.ids = batch.ids[:, cut:]
     batch.attention = batch.attention[:, cut:]
