@@ -174,13 +174,15 @@ def write_credit_page(path: Path, title: str, groups: list[dict[str, Any]]) -> N
         autoescape=True, finalize=visible, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string((FOLDER / "credit_page.html").read_text(encoding="utf-8"))
-    page = template.render(
-        title=title,
-        groups=groups,
-        strongest=STRONGEST_TINT,
-        all_uniform=groups != [] and all(group["is_uniform"] for group in groups),
+    path.write_text(
+        template.render(
+            title=title,
+            groups=groups,
+            strongest=STRONGEST_TINT,
+            all_uniform=groups != [] and all(group["is_uniform"] for group in groups),
+        ),
+        encoding="utf-8",
     )
-    path.write_text(page, encoding="utf-8")
 
 
 def visible(value: object) -> str:
@@ -190,8 +192,13 @@ def visible(value: object) -> str:
     """
     # At its edges a word may go on: the text may be one token.
     letters = re.sub("(?<![\\s\u200c\u200d])[\u200c\u200d](?![\\s\u200c\u200d])", "", str(value))
-    hidden = {ord(letter) for letter in letters if not letter.isprintable()} - {ord("\n")}
-    return str(value).translate({code: f"<U+{code:04X}>" for code in hidden})
+    return str(value).translate(
+        {
+            ord(letter): f"<U+{ord(letter):04X}>"
+            for letter in letters
+            if not letter.isprintable() and letter != "\n"
+        }
+    )
 
 
 def credit_example(
@@ -226,15 +233,14 @@ def credit_example(
         if all(member["advantage"] == 0 for member in members):
             continue
         by_reward = sorted(members, key=itemgetter("rank"), reverse=True)
-        problem = members[0]["problem"]
         return [
             {
                 # Only texts: a message may hold a date, say, which no checkpoint could load.
                 "messages": [
                     {"role": message["role"], "content": message["content"]}
-                    for message in whole_prompt(problem.prompt, system_prompt)
+                    for message in whole_prompt(members[0]["problem"].prompt, system_prompt)
                 ],
-                "answer": problem.answer,
+                "answer": members[0]["problem"].answer,
                 "step": step,
                 "size": group_size,
                 "is_uniform": all((m["weights"] - 1).abs().max() < 1e-6 for m in members),
@@ -272,8 +278,11 @@ def shown_completion(
         pieces.append(after[len(before) :] if is_whole else "")
         if is_whole:
             start, end = end, i + 1
-    problem = completion["problem"]
-    roles = token_roles(pieces, problem) if problem.steps else [""] * len(ids)
+    roles = (
+        token_roles(pieces, completion["problem"])
+        if completion["problem"].steps
+        else [""] * len(ids)
+    )
     shown = (  # no token hides a joiner if the text has one outside of words, as beside a blank
         [visible(f" {piece} ")[1:-1] for piece in pieces]
         if "<U+200" in visible("".join(pieces))
