@@ -40,7 +40,7 @@ log-probabilities. The rest is machinery, which a first reading may skip: sampli
 checkpoints and the command line. Set-up begins with the Run, which all steps share: `run.model` is
 the model with its adapter, and `run.policy` the module around it that returns log-probs and hidden
 states. Except for this text, everything outside the CREDIT marks is the same in every grpo_*.py
-script, so a few arguments here serve only the others.
+script, so a few parameters of functions are unused in this one.
 
 A rollout has `rollout_size` completions, over all processes. A pass over it takes
 `updates_per_pass` updates, each on `update_size` completions. The --num_iterations passes together
@@ -115,12 +115,13 @@ SCRIPT = Path(__file__).resolve()
 CUDA = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 SEGMENT = 256 if CUDA else 16  # after so many tokens, decoding leaves out what has ended
 CHECK = 32  # after so many tokens, decoding stops if all have ended
-FEWEST_CACHED_TOKENS = 2**15  # of a micro-batch's prompts, on a GPU
+FEWEST_CACHED_TOKENS = 2**15  # a GPU caches the prompts of a micro-batch if they have as many
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
-Positive = Annotated[int, 1, 1e18]  # bounds, which Args checks; by default they are 0 and 1e18
+# Args checks the bounds. A number without any must be in 0 to 1e18.
+Positive = Annotated[int, 1, 1e18]
 
 
 def flag(default: Any, help: str) -> Any:
@@ -297,21 +298,21 @@ class Batch:
     sampled_logp: Tensor  # [B, T] from the decode loop, at --temperature, before top_p
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] the completion, after what the prompt holds of the answer, as <think>
+    texts: list[str]  # [B] the reply: its beginning in the prompt, as <think>, and the completion
     completion_ids: list[list[int]]  # [B] tokens of the completion alone, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # tensors that `collect` sets
     rewards: Any = None  # [B] their weighted sum; NaN if none applies
     advantages: Any = None  # [B]
     loss_mask: Any = None  # [B, T] bool: the tokens that are trained on
-    update_tokens: float = 0.0  # their number on all processes, per update: the rollout's mean
+    update_tokens: float = 0.0  # how many, on all processes: the mean over the rollout's updates
     # tensors that `score` sets
     old_logp: Any = None  # [B, T] before a rollout's first update, if it has more than one
     reference_logp: Any = None  # [B, T] of the policy before training, if beta > 0
-    base_logp: Any = None  # [B, T] without the adapter, if the method needs them; for metrics
+    base_logp: Any = None  # [B, T] without the adapter; only methods set it, for the metric `kl`
     scores: Any = None  # [B, T] the credit signal
-    credit: Any = None  # [B, T] what the loss reads, in `surrogate_terms`; ARCA's weights
-    weights: Any = None  # [B, T] what only reports show: mean 1 over a completion
+    credit: Any = None  # [B, T] what `surrogate_terms` reads; in ARCA it is `weights`
+    weights: Any = None  # [B, T] what reports show as credit: mean 1 over a completion
     bounds: tuple | None = None  # low and high limit of the ratio, if the method sets its own
 
     @property
@@ -463,7 +464,7 @@ def kernel_matrix(args: Args, length: int, device: torch.device) -> Tensor:
 def train(run: Run) -> None:
     """Runs GRPO: collects a rollout, scores its tokens, updates the policy on it, and repeats."""
     args = run.args
-    evaluates = True  # before this rollout; after an evaluation, credit.html shows the rollout
+    evaluates = True  # before this rollout, which credit.html then shows
     while run.step < args.max_steps:
         if evaluates:
             evaluate(run)
@@ -504,14 +505,14 @@ def train(run: Run) -> None:
 def collect(run: Run, metrics: dict) -> Batch:
     """Samples and grades this process's share of a rollout, and computes the advantages.
 
-    It does not change the run's progress, so a run that is interrupted here can sample it again.
+    It does not change the run's progress, so an interrupted run can sample the rollout again.
     """
     args = run.args
     accelerator = run.accelerator
 
     # Deal out the rows: the first index is the update, the second the process. So an update has the
-    # same rows on any number of processes, and each process has whole groups. This process's rows
-    # are those of its first update, then those of its second, and so on.
+    # same rows on any number of processes. Run has made sure that each process has whole groups.
+    # This process's rows are those of its first update, then those of its second, and so on.
     all_rows = torch.arange(run.rollout_size).view(
         run.updates_per_pass, accelerator.num_processes, -1
     )
@@ -527,8 +528,8 @@ def collect(run: Run, metrics: dict) -> Batch:
             if len(places) > 0:
                 batch.put(places, sample_attempt(run, batch.rows[places], attempt, logged))
 
-    # `batch.rewards` is for logs and reports. Every process computes the advantages of all rows, in
-    # their order, because a divisor may be the whole batch's. Then it keeps its own.
+    # `batch.rewards` is for logs and reports. The divisor of advantages may be of all processes'
+    # rewards. So each process computes all advantages, by row, and keeps those of its own rows.
     batch.rewards = weighted_sum(batch.function_rewards, run.reward_weights).float()
     order = accelerator.gather(batch.rows).argsort()
     all_rewards = accelerator.gather(batch.function_rewards)[order]  # [prompts * G, F]
@@ -550,8 +551,8 @@ def collect(run: Run, metrics: dict) -> Batch:
 def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     """Samples the given rows of the rollout, and grades them.
 
-    A row's problem and random numbers follow from the seed, the rollout, the row and the attempt:
-    0 for the first, and more for groups that are drawn again.
+    A row's problem and random numbers follow from the seed, the rollout, the row and the attempt,
+    which is 0 at first, and 1, 2, ... for groups that are drawn again.
     """
     args = run.args
     suffix = f" attempt {attempt}" if attempt > 0 else ""
@@ -587,12 +588,12 @@ def aggregated_advantages(args: Args, rewards: Tensor, reward_weights: Tensor) -
     if args.multi_objective_aggregation == "sum_then_normalize":
         advantages = group_advantages(weighted_sum(rewards, reward_weights), args.scale_rewards)
     else:  # GDPO (arXiv 2601.05242): normalize each function by group, then the sum by batch
-        # NaN again where no reward is known, so that the sum leaves it out.
+        # `group_advantages` has 0 where no reward is known. With NaN the sum leaves it out.
         normalized = group_advantages(rewards, "group").where(~rewards.isnan(), torch.nan)
         total = weighted_sum(normalized, reward_weights)
         # `view(1, -1)` makes one group of the whole batch.
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        # The mean of all totals is 0 but for rounding, so a total of 0 must stay 0.
+        # Rounding must not move a total of 0, because `micro_batches` leaves out advantages of 0.
         advantages[total == 0] = 0.0
     return advantages.float()
 
@@ -605,7 +606,7 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     advantage is 0.
     """
     is_known = ~rewards.isnan()
-    # The mean of equal rewards may be rounded. That of their differences from the best one is 0.
+    # The mean of equal rewards may be rounded. The mean of what they lack to the best is exactly 0.
     shortfalls = rewards - rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)
     centered = (shortfalls - shortfalls.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
     degrees_of_freedom = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)  # G - 1 if all are known
@@ -676,7 +677,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
             logp = training_forward(run, micro)
             old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
             loss, clipped = policy_loss(run, micro, logp, old_logp)
-            # `policy_loss` wants the sum over processes. DDP's gradient is their mean.
+            # The loss is to be summed over processes, but DDP averages their gradients.
             (loss * accelerator.num_processes).backward()
         total_loss += loss.detach()
         log_ratio = (logp - old_logp).detach()
@@ -692,11 +693,11 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     grad_norm = accelerator.clip_grad_norm_(
         run.policy.parameters(), run.args.max_grad_norm or math.inf
     ).item()
-    # `means` leaves out what nothing counts for, as when no token is trained on. That is 0 here.
+    # `means` leaves out a metric whose mask is empty, as when no token is trained on. It is 0 here.
     figures = dict.fromkeys(averages[0], 0.0) | means(accelerator, averages)
 
-    # Take the step, unless it would put NaN into the weights. Nothing that may fail comes after it,
-    # or a checkpoint could hold one update more than its `step` says.
+    # Take the step, unless it would put NaN into the weights. No exchange between processes comes
+    # after it: if one failed, a checkpoint could hold one update more than its `step` says.
     learning_rate = run.args.learning_rate * run.share_of_peak_rate(run.step + 1)
     run.optimizer.param_groups[0]["lr"] = learning_rate
     is_finite = math.isfinite(total_loss + grad_norm)
@@ -727,10 +728,10 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Every divisor counts
-    the update's completions on all processes, even those that `micro_batches` has left out. So an
-    update's loss is the sum of its micro-batches' losses, and does not depend on how it is split.
-    The divisor of dapo is a mean over the rollout's updates.
+    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Divisors are those of
+    the whole update, over all processes, with the completions that `micro_batches` has left out. So
+    the losses of micro-batches add up to the update's, however it is split. For dapo the divisor is
+    a number of tokens, the mean over the rollout's updates.
     """
     args = run.args
     log_ratio, token_advantages = surrogate_terms(args, micro, logp - old_logp)
@@ -762,7 +763,8 @@ def evaluate(run: Run) -> None:
 
     All evaluations use the same random numbers.
     """
-    # The grader always judges. As in run.reward_funcs, it is None; no function's name has a space.
+    # The grader always judges. As in run.reward_funcs, None stands for it. No function can have its
+    # name, because of the space.
     grader: dict[str, Any] = {"the grader": None}
     judges = grader | {name: function for name, function in run.reward_funcs.items() if function}
     verdicts: list[Any] = []  # of each answer: kind, index of the problem, truncated, and rewards
@@ -812,9 +814,9 @@ class LogProbs(nn.Module):
         causal_lm = self.model.get_base_model()  # with the adapter in its layers
         targets = micro.ids[:, micro.prompt_width :]  # [B, T]
 
-        # The last prompt token predicts the first completion token. The P - 1 before it predict
-        # none, and go into a cache, if the model can use one: there, equal prompts are read once.
-        # The last token of all predicts nothing, and is not read.
+        # The last prompt token predicts the first completion token. The P - 1 tokens before it
+        # predict none. They may come from a cache, in which equal prompts are computed once. The
+        # last token of a completion predicts nothing, and is not read.
         cached = micro.prompt_width - 1
         cache = prompt_cache(self.model, micro.ids[:, :cached], micro.attention[:, :cached])
         start = 0 if cache is None else cached
@@ -848,7 +850,7 @@ def prompt_cache(
     """
     if (
         ids.shape[1] == 0
-        # Prompts would be a second forward pass: on a GPU its launches take longer than it saves.
+        # A cache takes a forward pass of its own. Launching that costs a GPU more than it saves.
         or (CUDA and ids.numel() < FEWEST_CACHED_TOKENS)
         or any(transformers.DynamicCache(config=model.config).is_linear)
         or any(
@@ -878,10 +880,11 @@ def hidden_states(
 ) -> Tensor:
     """Returns hidden states [B, N, H] after the final norm, for ids [B, N] or embeddings [B, N, H].
 
-    `attention` [B, C + N] bool begins with C cached columns. Columns not sampled yet may follow.
+    `attention` [B, C + N] bool begins with C cached columns. In `decode` it ends with columns that
+    are not sampled yet.
     """
     are_embeddings = inputs.is_floating_point()
-    # Columns not sampled yet repeat the newest token's position, so the last column has it, too.
+    # Columns not sampled yet add nothing, so the last column has the newest token's position.
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     return causal_lm.base_model(  # all but the head
         input_ids=None if are_embeddings else inputs,
@@ -913,7 +916,8 @@ def in_fp32(run: Run) -> Iterator[nn.Module]:
     Its weights are exactly those of the training forward: NF4 weights become numbers of --dtype
     first, and fp32 holds every bf16 number.
     """
-    # Checkpointed for grpo_oar.py, whose backward pass makes a dense weight again and keeps none.
+    # Checkpointed, so that the backward pass of grpo_oar.py computes dense weights again and keeps
+    # none of them.
     forwards: dict[nn.Module, Callable] = {
         layer: functools.partial(
             torch.utils.checkpoint.checkpoint, nf4_in_fp32, layer, use_reentrant=False
@@ -1055,8 +1059,8 @@ def decode(run: Run, prompt_ids: Tensor, draws: Tensor, is_greedy: bool) -> tupl
                     layer.keys = F.pad(layer.keys, (0, 0, 0, end - layer.max_cache_len))
                     layer.values = F.pad(layer.values, (0, 0, 0, end - layer.max_cache_len))
                     layer.max_cache_len = end
-            # All steps of a segment use the same tensors, and the host reads none of them. So on a
-            # GPU the first step warms up. The others replay a recording, made before the second.
+            # All steps of a segment use the same tensors, and the host reads none of them. So a GPU
+            # can replay one that was recorded. The first one of a segment only warms up.
             advance: Callable = functools.partial(step, places, end)
         elif t % SEGMENT == 1 and CUDA and run.args.cuda_graphs:
             graph = torch.cuda.CUDAGraph()
@@ -1196,7 +1200,7 @@ class Run:
         self.reward_funcs, self.reward_weights, modules = load_reward_funcs(
             args.reward_funcs, args.reward_weights
         )
-        # For logs. Taken now, as files may change while a model loads.
+        # For logs. The digests are taken now, because files may change while the model loads.
         self.config = asdict(args) | code_digests(modules | {"the script": sys.modules[__name__]})
 
         # The processes, and how many completions and updates they make.
@@ -1218,8 +1222,8 @@ class Run:
             * self.accelerator.num_processes
         )
         self.rollout_size = self.update_size * self.updates_per_pass
-        # No group is split between processes. Several of them each need whole groups in every
-        # update. A single one needs them in the rollout, so two updates may share a group.
+        # No group is split between processes. With several processes, each needs whole groups in
+        # every update. One process needs them in the rollout, so two updates may share a group.
         grouped_size = (
             self.rollout_size
             if self.accelerator.num_processes == 1
@@ -1256,8 +1260,8 @@ class Run:
             lr=args.learning_rate,
             weight_decay=0.0,
         )
-        # From an update (1, 2, ...) to its share of the peak rate: a function, which is all of the
-        # scheduler that is kept. By the + 1, it is 0 one update after the last, and not in it.
+        # A function, which is all that is kept of the scheduler: it returns the share of the peak
+        # rate for an update (1, 2, ...). By the + 1, the rate is not yet 0 in the last update.
         (self.share_of_peak_rate,) = transformers.get_scheduler(
             args.lr_scheduler_type, optimizer, args.warmup_steps, max(1, args.max_steps) + 1
         ).lr_lambdas
@@ -1376,8 +1380,8 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         model = PeftModel.from_pretrained(base, args.start_adapter, is_trainable=True)
     check_adapter(model, args.lora_target_modules, args.start_adapter)
 
-    # On a GPU operations are small, and beginning them takes longer. So two kinds of layers get
-    # functions that take fewer. This replaces no method of a class, which other models may use.
+    # A GPU spends more time on launching small operations than on computing them. So adapted layers
+    # and RMSNorms get functions with fewer. Their classes stay, which other models may use.
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False  # it repacks weights, so gradients are wrong
@@ -1560,7 +1564,7 @@ def resume(run: Run) -> None:
         state["identity"] != run.identity
         or state["adapter"].keys() != run.adapter.keys()
         or state["step"] > args.max_steps
-        # It ended within a rollout, at a smaller --max_steps.
+        # A run to a smaller --max_steps may have ended within a rollout.
         or (state["step"] % run.updates_per_rollout > 0 and state["step"] < args.max_steps)
     ):
         fail(
