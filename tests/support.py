@@ -283,10 +283,10 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
     return loss.detach(), gradient, clip_fraction
 
 
-def refusal(act) -> str:
-    """Returns the sentence with which act() ends the run."""
-    with pytest.raises((SystemExit, ValueError)) as stopped:
-        act()
+def refusal(act, *given, error=SystemExit, **flags) -> str:
+    """Returns the sentence with which act(*given, **flags) ends the run, or that of an error."""
+    with pytest.raises(error) as stopped:
+        act(*given, **flags)
     return str(stopped.value)
 
 

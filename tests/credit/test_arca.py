@@ -114,8 +114,7 @@ def test_an_adapter_that_moves_no_hidden_state_is_refused(make_run, tmp_path):
     flags = {"lora_target_modules": "lm_head", "load_in_4bit": False, "dtype": "float32"}
     run = make_run(model=str(save_model(tmp_path, config)), **flags)
     for run.args.credit in ("arca", "random", "shuffled"):
-        sentence = refusal(lambda: scored(run))
-        assert "which an adapter of the head never moves" in sentence
+        assert "which an adapter of the head never moves" in refusal(scored, run)
     run.args.credit = "divergence"  # of log-probs, which it does move
     batch = scored(run)
     assert batch.scores[batch.mask].max() > 0

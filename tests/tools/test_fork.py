@@ -9,7 +9,7 @@ import sys
 import conftest
 import fork
 import pytest
-from support import RATIO, ROOT
+from support import RATIO, ROOT, refusal
 from test_readme import METHOD as README_METHOD
 from test_style import first_difference
 
@@ -84,8 +84,7 @@ def test_gaps_are_filled_with_grpos_functions_and_imports_are_taken_along(tmp_pa
 
 
 def test_no_method_replaces_a_script(run_tool, capsys):
-    with pytest.raises(SystemExit):
-        run_tool(fork, "x/strace.py")
+    refusal(run_tool, fork, "x/strace.py")
     assert "grpo_strace.py is one of the three scripts" in capsys.readouterr().err
 
 

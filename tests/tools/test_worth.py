@@ -9,7 +9,7 @@ import torch
 import worth
 from accelerate.state import AcceleratorState
 from fork import fork
-from support import ROOT, TINY, gradient_of_update
+from support import ROOT, TINY, gradient_of_update, refusal
 
 import grpo_arca
 import grpo_oar
@@ -199,9 +199,8 @@ def test_the_table_shows_no_cosine_above_1_and_no_figure_without_signal():
 )
 def test_what_would_be_silently_wrong_is_refused(run_tool, monkeypatch, capsys, words, sentence):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as ended:
-        run_tool(worth, "--processes", 1, *words)
-    assert sentence in f"{ended.value.code} {capsys.readouterr().err}"
+    said = refusal(run_tool, worth, "--processes", 1, *words)
+    assert sentence in said + capsys.readouterr().err
 
 
 @pytest.mark.slow

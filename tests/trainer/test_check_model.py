@@ -52,7 +52,7 @@ def check(folder: Path | str, *flags: str) -> grpo_arca.Run:
 
 
 def refused(folder: Path | str, *flags: str) -> str:
-    return refusal(lambda: check(folder, *flags))
+    return refusal(check, folder, *flags)
 
 
 # ---- Log-probs that are not the model's own ------------------------------------------------------
@@ -165,8 +165,8 @@ def test_a_base_that_was_quantized_by_another_method_is_refused(llama):
     loading: dict[str, list] = {"missing_keys": [], "unexpected_keys": []}
     common.policy.check_base(model, loading, None)
     model.is_quantized = True
-    sentence = refusal(lambda: common.policy.check_base(model, loading, None))
-    assert "is quantized already, and not as --load_in_4bit" in sentence
+    said = refusal(common.policy.check_base, model, loading, None)
+    assert "is quantized already, and not as --load_in_4bit" in said
 
 
 # ---- Layers that get an adapter ------------------------------------------------------------------
@@ -177,8 +177,8 @@ def test_targets_are_all_found_or_refused(llama):
     ends = {name.partition(".layers.")[2] for name in names}
     assert ends == {"0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj"}
     for wrong in ("query", "proj", "all-linear"):
-        sentence = refused(llama, "--lora_target_modules", "q_proj", wrong)
-        assert "not all of --lora_target_modules" in sentence
+        said = refused(llama, "--lora_target_modules", "q_proj", wrong)
+        assert "not all of --lora_target_modules" in said
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
@@ -244,7 +244,5 @@ def test_what_only_linux_has_ends_no_run(monkeypatch, capsys):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setattr(sys, "argv", ["grpo_arca.py", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(grpo_arca.__file__, run_name="__main__")
-    assert ended.value.code == 0
+    assert refusal(runpy.run_path, grpo_arca.__file__, run_name="__main__") == "0"
     assert "--model_name_or_path" in capsys.readouterr().out

@@ -189,5 +189,5 @@ def test_half_a_group_on_a_process_is_refused(make_run, monkeypatch):
     """A reward or credit over a group would see half of it."""
     make_run(per_device_train_batch_size=12)  # three groups, which one process may hold
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    sentence = refusal(lambda: make_run(per_device_train_batch_size=6))
-    assert "--num_generations must divide a process's 6 completions" in sentence
+    sentence = "--num_generations must divide a process's 6 completions"
+    assert sentence in refusal(make_run, per_device_train_batch_size=6)

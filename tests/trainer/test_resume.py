@@ -183,18 +183,18 @@ def test_a_run_is_neither_overwritten_nor_continued_unasked(again, first, tmp_pa
     run = again()
     monkeypatch.setattr(run.args, "resume_from_checkpoint", None)
     sentence = "holds a run: change --output_dir, or go on from its newest checkpoint"
-    assert sentence in refusal(lambda: grpo_arca.resume(run))
+    assert sentence in refusal(grpo_arca.resume, run)
     monkeypatch.setattr(run.args, "output_dir", str(tmp_path))
     grpo_arca.resume(run)  # a new folder
     (tmp_path / "adapter").mkdir()
-    assert sentence in refusal(lambda: grpo_arca.resume(run))
+    assert sentence in refusal(grpo_arca.resume, run)
     (tmp_path / "adapter").rmdir()
     (tmp_path / "metrics.jsonl").touch()
-    assert sentence in refusal(lambda: grpo_arca.resume(run))
+    assert sentence in refusal(grpo_arca.resume, run)
     monkeypatch.setattr(run.args, "resume_from_checkpoint", "latest")
     grpo_arca.resume(run)  # from the start: it had crashed
     (tmp_path / "summary.json").write_text('{"steps": 0}')
-    assert sentence in refusal(lambda: grpo_arca.resume(run))
+    assert sentence in refusal(grpo_arca.resume, run)
     assert run.step == 0
 
 
@@ -234,8 +234,7 @@ def test_what_defines_policy_and_data_must_stay(again, first, tmp_path, name):
     elif name == "lora_alpha":
         changes = {"start_adapter": make_adapter(tmp_path / "start", lora_alpha=13)}
     run = again(**changes)
-    sentence = refusal(lambda: grpo_arca.resume(run))
-    assert "checkpoint-1 has another model, start adapter" in sentence
+    assert "checkpoint-1 has another model, start adapter" in refusal(grpo_arca.resume, run)
     assert run.step == 0
 
 
@@ -282,7 +281,7 @@ def test_what_only_steers_training_may_change(again, first, tmp_path, capsys):
 
 def test_another_programs_checkpoint_is_not_called_damaged(again, tmp_path):
     (tmp_path / "out/checkpoint-500").mkdir(parents=True)
-    sentence = refusal(lambda: grpo_arca.resume(again(output_dir=tmp_path / "out")))
+    sentence = refusal(grpo_arca.resume, again(output_dir=tmp_path / "out"))
     assert "checkpoint-500 has no state.pt" in sentence and "damaged" not in sentence
 
 
@@ -311,8 +310,7 @@ def test_a_damaged_checkpoint_is_not_used(again, first, tmp_path, damage, error,
     if damage in saved:
         torch.save(saved[damage], path)
     run = again(output_dir=out)
-    with pytest.raises(error, match=says):
-        grpo_arca.resume(run)
+    assert says in refusal(grpo_arca.resume, run, error=error)
     assert run.step == 0
 
 

@@ -125,7 +125,7 @@ UNSUPPORTED = {
 def test_a_variant_that_rollouts_do_not_apply_is_refused(start, tmp_path, variant):
     """Rollouts would come from another policy than the one that is trained."""
     folder = make_adapter(tmp_path / "variant", **UNSUPPORTED[variant])
-    assert f"{folder} trains biases, or is a variant" in refusal(lambda: start(folder))
+    assert f"{folder} trains biases, or is a variant" in refusal(start, folder)
 
 
 def test_trained_biases_are_refused(start, tmp_path):
@@ -136,15 +136,14 @@ def test_trained_biases_are_refused(start, tmp_path):
     )  # fmt: skip
     base = str(save_model(tmp_path / "base", config))
     folder = make_adapter(tmp_path / "biases", base, bias="lora_only")
-    sentence = refusal(lambda: start(folder, model=base))
-    assert f"{folder} trains biases" in sentence
+    assert f"{folder} trains biases" in refusal(start, folder, model=base)
 
 
 def test_whole_modules_are_trained_in_float32_alone(start, tmp_path):
     """In bf16 a step changes one entry in a hundred; the rest is rounded away."""
     folder = make_adapter(tmp_path / "head", modules_to_save=["lm_head"])
     assert any("lm_head" in name for name in start(folder).adapter)
-    assert "set --dtype float32" in refusal(lambda: start(folder, dtype="bfloat16"))
+    assert "set --dtype float32" in refusal(start, folder, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("place", [None, "layers.99"])
@@ -158,8 +157,7 @@ def test_weights_that_are_missing_or_of_no_layer_are_refused(start, adapter, tmp
     else:
         weights[name.replace("layers.0", place)] = weights[name].clone()
     save_file(weights, folder / WEIGHTS)
-    sentence = refusal(lambda: start(folder))
-    assert f"{folder} has weights that the model lacks, or lacks some" in sentence
+    assert f"{folder} has weights that the model lacks, or lacks some" in refusal(start, folder)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +165,7 @@ def test_weights_that_are_missing_or_of_no_layer_are_refused(start, adapter, tmp
 )
 def test_flags_that_contradict_the_adapter_are_refused(start, adapter, flags):
     """Also where they name the default of a new adapter."""
-    assert "leave these flags out" in refusal(lambda: start(adapter, **flags))
+    assert "leave these flags out" in refusal(start, adapter, **flags)
 
 
 @pytest.mark.parametrize("name", ["chat_template", "eos_token"])
@@ -178,7 +176,7 @@ def test_another_template_or_end_than_the_bases_is_refused(start, adapter, tmp_p
     start(folder)
     setattr(tokenizer, name, {"chat_template": "Answer: ", "eos_token": "<pad>"}[name])
     tokenizer.save_pretrained(folder)
-    assert "another chat template or end token" in refusal(lambda: start(folder))
+    assert "another chat template or end token" in refusal(start, folder)
 
 
 def test_an_adapters_own_template_may_be_given(start, adapter, tmp_path):
@@ -186,7 +184,7 @@ def test_an_adapters_own_template_may_be_given(start, adapter, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %} Answer: "
     tokenizer.save_pretrained(folder)
-    assert '--chat_template_kwargs {"chat_template": ...}' in refusal(lambda: start(folder))
+    assert '--chat_template_kwargs {"chat_template": ...}' in refusal(start, folder)
     keywords = json.dumps({"chat_template": tokenizer.chat_template})
     run = start(folder, chat_template_kwargs=keywords)
     assert run.tokenizer.decode(run.train_set[0].prompt_ids).endswith(" Answer: ")
@@ -197,7 +195,7 @@ def test_an_adapter_of_another_type_is_named(start, adapter, tmp_path):
     (folder / "adapter_config.json").write_text(
         '{"peft_type": "IA3", "target_modules": ["k_proj"]}'
     )
-    assert f"{folder} is an adapter of the type IA3" in refusal(lambda: start(folder))
+    assert f"{folder} is an adapter of the type IA3" in refusal(start, folder)
 
 
 def test_an_adapter_beside_the_base_is_refused(make_run, adapter, tmp_path):
@@ -205,4 +203,4 @@ def test_an_adapter_beside_the_base_is_refused(make_run, adapter, tmp_path):
     folder = shutil.copytree(TINY, tmp_path / "both")
     for name in ("adapter_config.json", WEIGHTS):
         shutil.copy(Path(adapter, name), folder)
-    assert f"{folder} also holds an adapter" in refusal(lambda: make_run(model=str(folder)))
+    assert f"{folder} also holds an adapter" in refusal(make_run, model=folder)
