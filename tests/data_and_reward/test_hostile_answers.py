@@ -113,9 +113,9 @@ def test_a_batch_of_endless_answers_has_a_limit(fresh, monkeypatch):
     assert grade(fresh, texts[3:4], ROOT_OF_7) == [1.0]
 
 
-LONG = [".", ",", " ", "1", "1 ", "1,000", "°", "and ", "**", "$", "a", "x=", "\\{", "\\text{a}"]
-LONG += ["\\boxed{", "\\boxed{1},", "{", "}", "\\", "1^", "1.\\overline{3}", "\\frac{\\text{", "("]
-LONG += [
+LONG = [
+    ".", ",", " ", "1", "1 ", "1,000", "°", "and ", "**", "$", "a", "x=", "\\{", "\\text{a}",
+    "\\boxed{", "\\boxed{1},", "{", "}", "\\", "1^", "1.\\overline{3}", "\\frac{\\text{", "(",
     "how many ", "in ", "_{1}", "_000", "twenty ", "√(", "~$", "\\circ ", "cm 1 and ", "{1}", "m/",
     "kWh ", "\\ln 2\\cdot ", "1:", "to ", "(x", "(x)", "<1", "\\pm ", "<think>", "</think>",
 ]  # fmt: skip

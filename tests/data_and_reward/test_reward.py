@@ -67,8 +67,10 @@ def test_last_boxed(text, content):
 
 def test_half_of_a_list_is_not_right_and_its_order_does_not_matter():
     gold = last_boxed(r"$x = \boxed{3}$ or $x = \boxed{5}$")
-    texts = [r"$x = \boxed{5}$, or $x = \boxed{3}$", r"\boxed{3, 5}", r"\boxed{3}", r"\boxed{5}"]
-    texts += [r"\boxed{3} or \boxed{4}", r"\boxed{3}, \boxed{5} and \boxed{7}"]
+    texts = [
+        r"$x = \boxed{5}$, or $x = \boxed{3}$", r"\boxed{3, 5}", r"\boxed{3}", r"\boxed{5}",
+        r"\boxed{3} or \boxed{4}", r"\boxed{3}, \boxed{5} and \boxed{7}",
+    ]  # fmt: skip
     assert GRADER.grade(texts, [Problem("", gold)] * 6) == [1, 1, 0, 0, 0, 0]
 
 
@@ -278,9 +280,11 @@ def test_every_step_of_a_solution_must_be_right():
     own = Problem("23 + 19, and so on", "1084", (42, 1084), opening=0)
     assert GRADER.grade([text, text], [chain, own]) == [1.0, 0.0]
     assert GRADER.grade([text.removeprefix("We begin at 23. ")] * 2, [chain, own]) == [0.0, 1.0]
-    slips = [text.replace("42", "43"), text.replace("42", "42.5"), text.replace("42", "-42")]
-    slips += [text.replace("1,084", "184"), text.replace("Adding 19 gives 42. ", "")]
-    slips += [text.replace("{1084}", "{1085}"), text.replace("So \\boxed{1084}.", "")]
+    slips = [
+        text.replace("42", "43"), text.replace("42", "42.5"), text.replace("42", "-42"),
+        text.replace("1,084", "184"), text.replace("Adding 19 gives 42. ", ""),
+        text.replace("{1084}", "{1085}"), text.replace("So \\boxed{1084}.", ""),
+    ]  # fmt: skip
     assert GRADER.grade(slips, [chain] * len(slips)) == [0.0] * len(slips)
 
 

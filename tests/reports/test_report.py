@@ -89,8 +89,10 @@ def test_a_run_without_a_signal_says_so(run_main, caplog, tmp_path):
 def test_curves_are_those_of_the_log(tmp_path, monkeypatch):
     """Evaluations as they are, and updates pale, with their mean over a tenth of the run bold."""
     rows = [{"step": 0, "eval": {"sampled_accuracy": 0.25, "pass@2": 0.5, "rewards/pay": -3.0}}]
-    others = {"rewards/pay/mean": -4.0, "rewards/pay/$": 9.0, "kl": None, "grad_norm": 0.0}
-    others |= {"seconds_update": 2.0, "seconds_credit": 1.0, "own $\\frac": 1.0, "text": "a"}
+    others = {
+        "rewards/pay/mean": -4.0, "rewards/pay/$": 9.0, "kl": None, "grad_norm": 0.0,
+        "seconds_update": 2.0, "seconds_credit": 1.0, "own $\\frac": 1.0, "text": "a",
+    }  # fmt: skip
     rows += [{"step": step, "reward": float(step == 15)} | others for step in range(1, 41)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -51,8 +51,10 @@ def test_figures_are_means_of_the_updates_after_the_warm_up(checkouts):
 
 def test_another_checkout_runs_in_turn_and_ratios_are_to_it(checkouts, run_tool):
     here, there = checkouts
-    words = ["script.py --a", "script.py", "--against", there, "--repeats", 2]
-    words += ["--output", here / "f.json", "--", "--seed=2"]
+    words = [
+        "script.py --a", "script.py", "--against", there, "--repeats", 2, "--output",
+        here / "f.json", "--", "--seed=2",
+    ]  # fmt: skip
     out, err = run_tool(bench, *words)
     names = ["script.py --a, there", "script.py --a", "script.py, there", "script.py"]
     assert re.findall(r"\[./8\] (.*?):", err) == [*names, *names[::-1]]
@@ -104,8 +106,10 @@ def test_a_method_and_trl_are_measured_on_random_weights_of_a_shape(
     monkeypatch.setattr(bench, "CACHE", tmp_path)
     monkeypatch.setitem(bench.SHAPES, "0.6B", (64, 64, 1, 8, True))
     monkeypatch.setattr(bench, "VOCABULARY", 8192)
-    words = ["grpo_arca.py", "--trl", "--shape", "0.6B", "--repeats", 1]
-    words += ["--updates", 1, "--output", tmp_path / "f.json", "--"]
+    words = [
+        "grpo_arca.py", "--trl", "--shape", "0.6B", "--repeats", 1, "--updates", 1, "--output",
+        tmp_path / "f.json", "--",
+    ]  # fmt: skip
     flags = {name: value for name, value in TINY_RUN.items() if name != "max_steps"}
     assert "\n| TRL | " in run_tool(bench, *words, *command_line(flags)).out
     repeats = json.loads((tmp_path / "f.json").read_text())["repeats"]

@@ -208,8 +208,10 @@ def test_a_method_is_measured_once_and_again_when_it_changes(start_flags, run_to
     mine = tmp_path / "mine.py"
     body = "def token_scores(run, micro, metrics):\n    return micro.entropy"
     mine.write_text(f'"""Mine."""\n# === CREDIT ===\n{body}\n# === END CREDIT ===\n')
-    command = [mine, "--batches", 4, "--processes", 1, "--folder", tmp_path / "worth"]
-    command += ["--output", tmp_path / "table.csv", "--", *start_flags]
+    command = [
+        mine, "--batches", 4, "--processes", 1, "--folder", tmp_path / "worth", "--output",
+        tmp_path / "table.csv", "--", *start_flags,
+    ]  # fmt: skip
     out, err = run_tool(worth, *command)
     assert "4/4" in err
     assert run_tool(worth, *command) == (out, "")  # all is there

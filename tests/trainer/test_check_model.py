@@ -108,8 +108,10 @@ def test_missing_weights_are_refused_by_name(copied, name):
     assert f"{copied} lacks weights: {name}" in refused(copied)
 
 
-EXTRA = ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.k_norm.weight"]
-EXTRA += ["model.layers.1.self_attn.q_proj.bias", "layers.11.input_layernorm.weight"]
+EXTRA = [
+    "model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.k_norm.weight",
+    "model.layers.1.self_attn.q_proj.bias", "layers.11.input_layernorm.weight",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXTRA)
@@ -197,8 +199,10 @@ def test_a_matrix_of_both_input_and_output_gets_no_adapter(llama, copied, target
 def test_a_vision_tower_gets_no_adapter(tmp_path):
     """It gets no gradient, and DDP would wait for one."""
     text = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
     config = transformers.Gemma3Config(text_config=text, vision_config=vision)
     run = check(save_model(tmp_path, config), "--load_in_4bit", "False")
     names = [name for name, module in run.model.named_modules() if hasattr(module, "lora_A")]

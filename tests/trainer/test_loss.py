@@ -395,9 +395,11 @@ def test_an_update_that_is_not_finite_changes_nothing(make_run, monkeypatch, whe
     assert not all(map(torch.equal, before, state_of(run)))
 
 
-METHODS = [(grpo_arca, "arca", NAN), (grpo_arca, "shuffled", NAN), (grpo_arca, "arca", math.inf)]
-METHODS += [(grpo_oar, "oar_g", NAN), (grpo_oar, "random", math.inf)]
-METHODS += [(grpo_strace, "s_trace", NAN), (grpo_strace, "gspo", NAN)]
+METHODS = [
+    (grpo_arca, "arca", NAN), (grpo_arca, "shuffled", NAN), (grpo_arca, "arca", math.inf),
+    (grpo_oar, "oar_g", NAN), (grpo_oar, "random", math.inf), (grpo_strace, "s_trace", NAN),
+    (grpo_strace, "gspo", NAN),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "credit", "value"), METHODS)

@@ -23,8 +23,10 @@ METHODS = [(grpo_arca, "arca"), (grpo_oar, "oar_g"), (grpo_oar, "oar_p"), (grpo_
 @pytest.fixture(scope="module")
 def rollout(smollm2, make_run):
     """rollout(dtype) -> a Run on SmolLM2, with an adapter that acts, and a rollout of its sums."""
-    flags = {"dataset_name": f"{smollm2}/sums.jsonl", "max_completion_length": 28}
-    flags |= {"per_device_train_batch_size": 4, "gradient_checkpointing": False}
+    flags = {
+        "dataset_name": f"{smollm2}/sums.jsonl", "max_completion_length": 28,
+        "per_device_train_batch_size": 4, "gradient_checkpointing": False,
+    }  # fmt: skip
 
     @functools.cache
     def collect(dtype):

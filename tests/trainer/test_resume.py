@@ -87,8 +87,10 @@ def test_a_signal_ends_with_a_sentence(forks, script):
 def test_a_run_resumed_after_its_first_update_is_the_same_run(run_main, tmp_path):
     """The KL's reference is the start adapter then, too. A torn last line is left out."""
     (tmp_path / "variety.py").write_text(VARIETY)
-    flags = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "beta": 0.05, "lora_dropout": 0.1}
-    flags |= {"reward_funcs": "variety.pay", "start_adapter": make_adapter(tmp_path / "start")}
+    flags = {
+        "max_steps": 2, "eval_steps": 1, "save_steps": 1, "beta": 0.05, "lora_dropout": 0.1,
+        "reward_funcs": "variety.pay", "start_adapter": make_adapter(tmp_path / "start"),
+    }  # fmt: skip
     assert run_main(**flags)[0] == 0
     whole = outcome(tmp_path)
     out = tmp_path / "out"

@@ -93,8 +93,10 @@ def test_the_policy_and_its_reference_are_the_adapter(start, tmp_path, variant):
 @pytest.mark.slow
 def test_a_runs_own_adapter_is_a_start(run_main, tmp_path):
     """A curriculum is two commands: the second begins where the first ended."""
-    flags = {"max_completion_length": 64, "max_eval_samples": 4, "learning_rate": 0.02}
-    flags |= {"credit": "uniform", "num_generations_eval": 2}
+    flags = {
+        "max_completion_length": 64, "max_eval_samples": 4, "learning_rate": 0.02,
+        "credit": "uniform", "num_generations_eval": 2,
+    }  # fmt: skip
     assert run_main(**flags, max_steps=2)[0] == 0
     code, _, _ = run_main(
         **flags, start_adapter="out/adapter", output_dir="second", max_steps=0
