@@ -59,9 +59,9 @@ def save_model(folder: Path, config) -> Path:
     return folder
 
 
-def changed_copy(folder: Path, changes: dict[str, dict]) -> str:
-    """Copies the embedded policy, with some keys of its JSON files changed."""
-    shutil.copytree(TINY, folder)
+def changed_copy(folder: Path, changes: dict[str, dict], model: Path | str = TINY) -> str:
+    """Copies a model, by default the embedded one, with some keys of its JSON files changed."""
+    shutil.copytree(model, folder)
     for name, changed in changes.items():
         settings = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(settings | changed))

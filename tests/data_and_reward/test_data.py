@@ -242,7 +242,7 @@ LEFT_OUT = [
 def test_rows_that_cannot_be_used_are_left_out(tokenizer, prompt, answer, reason, capfd):
     """A chat template would write an empty message for some, say, and no policy could be right."""
     cells = [("a", "1"), (prompt, answer), ("c", "1")]
-    rows = [dict(zip(("prompt", "answer"), row, strict=True)) for row in cells]
+    rows = [{"prompt": own_prompt, "answer": own_answer} for own_prompt, own_answer in cells]
     found = encode(tokenizer, parse_rows(rows, "x"))
     assert [problem.prompt for problem in found] == ["a", "c"]
     says = rf"x: 1 of 3 rows are left out \(such as 2\), because {reason}"
@@ -560,8 +560,6 @@ def test_the_embedded_sets():
     train, held_out = load("chain_arithmetic", max_eval_samples=100)
     assert len(train) == 4096 and len(held_out) == 100
     assert load("chain_arithmetic", max_eval_samples=100, seed=2)[1] == held_out
-    twos = load("chain_arithmetic", dataset_config="2")[1]
-    assert {len(problem.steps) for problem in twos} == {2}
     said = refusal(load, "chain_arithmetic", dataset_config="many", error=ValueError)
     assert "invalid literal for int" in said
 
@@ -569,10 +567,12 @@ def test_the_embedded_sets():
 def test_the_config_of_an_evaluation_set_stands_after_its_name(tmp_path, monkeypatch):
     """That of the training set is not forced on it, as main of GSM8K would be on these chains."""
     name = write(tmp_path / "set.jsonl", ROWS)
-    for flags, length in (({}, {3, 4}), ({"dataset_config": "5"}, {5})):
-        held_out = load("chain_arithmetic", eval_dataset_name="chain_arithmetic", **flags)[1]
+    own = {"eval_dataset_name": "chain_arithmetic"}
+    five = {"dataset_config": "5"}
+    for flags, length in ((own, {3, 4}), (own | five, {5}), (five, {5})):
+        held_out = load("chain_arithmetic", **flags)[1]
         assert {len(problem.steps) for problem in held_out} == length
-    for of, flags in (("chain_arithmetic", {"dataset_config": "5"}), (name, {})):
+    for of, flags in (("chain_arithmetic", five), (name, {})):
         held_out = load(of, eval_dataset_name="chain_arithmetic:2", **flags)[1]
         assert {len(problem.steps) for problem in held_out} == {2}
     asked = []
@@ -680,10 +680,7 @@ def test_a_prompt_by_the_template(tokenizer):
     assert prompt_text(tokenizer, "Start with 23, add 19.") == golden
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
     assert prompt_text(tokenizer, "Start with 23, add 19.", "Be brief.") == system + golden
-    chat = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Start with 23, add 19."},
-    ]  # fmt: skip
+    chat = [SYSTEM, {"role": "user", "content": "Start with 23, add 19."}]
     assert prompt_text(tokenizer, chat) == system + golden
 
 
@@ -691,8 +688,7 @@ def test_the_beginning_of_an_answer_stays_open(tokenizer):
     chat = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "<think>Let"}]
     assert prompt_text(tokenizer, chat).endswith("<|im_start|>assistant\n<think>Let")
     ids = tokenizer(" me. \\boxed{2}<|im_end|>").input_ids
-    stop = [tokenizer.eos_token_id]
-    text = data.reply_text(tokenizer, Problem(chat, "2"), ids, stop)
+    text = data.reply_text(tokenizer, Problem(chat, "2"), ids, [tokenizer.eos_token_id])
     assert text == "<think>Let me. \\boxed{2}"
 
 
@@ -714,9 +710,8 @@ def test_rewards_see_the_whole_of_an_answer_that_the_prompt_begins(make_run, tmp
     rows = [
         {"prompt": [{"role": "user", "content": r["problem"]}, begun], "answer": "1"} for r in ROWS
     ]
-    name = write(tmp_path / "set.jsonl", rows)
-    batch = grpo_arca.collect(make_run(dataset_name=name, max_completion_length=4), {})
-    assert all(re.match("We begin.", text) for text in batch.texts)
+    run = make_run(dataset_name=write(tmp_path / "set.jsonl", rows), max_completion_length=4)
+    assert all(re.match("We begin.", text) for text in grpo_arca.collect(run, {}).texts)
 
 
 def test_only_tokens_that_end_or_pad_a_completion_are_left_out_of_its_text(tokenizer):
@@ -773,10 +768,9 @@ def test_keywords_of_the_template_that_it_would_not_heed_end_the_run(tmp_path, k
         assert re.search(f"--chat_template_kwargs.* {says}", refusal(load, name, **flags))
 
 
-DATE = '{% set format = "%d %b %Y" %}{% if strftime_now is defined %}'
-DATE += "{% set date = strftime_now(format) %}{% endif %}"
 DATED = [
-    DATE + "{{ date }}: {{ messages[0].content }}",  # as Llama 3
+    '{% set format = "%d %b %Y" %}{% if strftime_now is defined %}'  # as Llama 3
+    "{% set date = strftime_now(format) %}{% endif %}{{ date }}: {{ messages[0].content }}",
     "{% macro system() %}{{ strftime_now('%d %b %Y') }}: {% endmacro %}"  # as gpt-oss
     "{{ system() }}{{ messages[0].content }}",
 ]
@@ -912,15 +906,14 @@ def test_the_template_writes_the_only_begin_and_end_tokens():
     assert len(encode(made, problems[:2])) == 2
     says = "2 of 2 rows are left out (such as 2, 3), because the same prompt has another answer"
     assert says in refusal(encode, made, problems[1:])
-    sets = [encode(made, problems[:2]), encode(made, problems[2:])]
-    assert [len(part) for part in data.hold_out(*sets, 9)] == [1, 1]
+    found = data.hold_out(encode(made, problems[:2]), encode(made, problems[2:]), 9)
+    assert [len(part) for part in found] == [1, 1]
 
 
 def test_a_prompt_as_long_as_the_context_leaves_room_is_used(tokenizer):
     problems = [Problem("Start with 23.", "23"), Problem("Start with 23, add 19.", "42", row=2)]
     longest = max(len(prompt_ids(tokenizer, problem.prompt)) for problem in problems)
-    lengths = [len(encode(tokenizer, problems, room=longest - less)) for less in (0, 1)]
-    assert lengths == [2, 1]
+    assert [len(encode(tokenizer, problems, room=longest - less)) for less in (0, 1)] == [2, 1]
 
 
 def copy_with_tokens(folder, count: int, **special):

@@ -114,8 +114,8 @@ def test_curves_are_those_of_the_log(tmp_path, monkeypatch):
         "seconds": ["seconds_update", "seconds_credit"],
         "own $\\frac": ["own $\\frac"],
     }
-    line = panels["share of problems solved"].get_lines()[0]
-    assert line.get_xydata().tolist() == [[0, 0.25]]
+    first, *_ = panels["share of problems solved"].get_lines()
+    assert first.get_xydata().tolist() == [[0, 0.25]]
     pale, bold = panels["reward"].get_lines()
     assert pale.get_ydata().tolist() == [float(step == 15) for step in range(1, 41)]
     smooth = [0.2 * (13 <= step <= 17) for step in range(1, 41)]

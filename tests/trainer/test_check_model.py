@@ -1,7 +1,6 @@
 """Models that are not what they seem are found before the first step."""
 
 import ctypes
-import json
 import os
 import runpy
 import shutil
@@ -16,7 +15,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
-from support import TOKENIZER, few_chains, refusal, save_model
+from support import TOKENIZER, changed_copy, few_chains, refusal, save_model
 
 import common.policy
 import grpo_arca
@@ -184,16 +183,14 @@ def test_targets_are_all_found_or_refused(llama):
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_a_matrix_of_both_input_and_output_gets_no_adapter(llama, copied, target):
+def test_a_matrix_of_both_input_and_output_gets_no_adapter(llama, tmp_path, target):
     """Merging one moved log-probs by 2 to 16 nats."""
     if target == "lm_head":
         check(llama, "--lora_target_modules", "q_proj", target)  # one of two matrices
-    path = copied / "config.json"
-    config = json.loads(path.read_text()) | {"tie_word_embeddings": True}
-    path.write_text(json.dumps(config))
-    change_weights(copied, lambda weights: weights.pop("lm_head.weight"))
-    sentence = refused(copied, "--lora_target_modules", "q_proj", target)
-    assert "one matrix is input and output" in sentence
+    tied = changed_copy(tmp_path / "tied", {"config.json": {"tie_word_embeddings": True}}, llama)
+    change_weights(Path(tied), lambda weights: weights.pop("lm_head.weight"))
+    said = refused(tied, "--lora_target_modules", "q_proj", target)
+    assert "one matrix is input and output" in said
 
 
 def test_a_vision_tower_gets_no_adapter(tmp_path):

@@ -137,12 +137,9 @@ def test_a_run_on_two_processes_is_the_run_on_one(ran):
 
     There is one held-out problem, so the second process has none to evaluate.
     """
-    rows = []
-    adapters = []
-    for out in (ran / "run-1/out", ran / "run-2/out"):
-        rows.append(read_jsonl(out / "metrics.jsonl"))
-        adapters.append(load_file(out / "adapter/adapter_model.safetensors"))
-    one, two = rows
+    outs = (ran / "run-1/out", ran / "run-2/out")
+    one, two = (read_jsonl(out / "metrics.jsonl") for out in outs)
+    adapters = [load_file(out / "adapter/adapter_model.safetensors") for out in outs]
     assert all(row["grad_norm"] > 0 for row in one if "reward" in row)
     for ours, theirs in zip(two, one, strict=True):
         for name in theirs:

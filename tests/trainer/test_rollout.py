@@ -193,13 +193,6 @@ def test_the_token_that_closes_a_turn_ends_a_completion(make_run, tmp_path):
     assert all(ids[-1] == end for ids in batch.completion_ids)
 
 
-def test_a_group_that_is_drawn_again_has_another_problem_also_without_shuffling(make_run):
-    run = make_run(shuffle_dataset=False, max_completion_length=4)
-    first, again = (grpo_arca.sample_attempt(run, torch.arange(8), n, {}) for n in (0, 1))
-    assert first.problems == [run.train_set[0]] * 4 + [run.train_set[1]] * 4
-    assert again.problems[0] != first.problems[0] and again.problems[4] != first.problems[4]
-
-
 def test_every_sample_of_an_evaluation_has_a_stream_of_its_own(make_run, monkeypatch):
     """Also where it takes more samples of a problem than a rollout; the next one has the same."""
     run = make_run(num_generations=2, num_generations_eval=5, max_completion_length=4)

@@ -63,8 +63,7 @@ def test_the_policy_and_its_reference_are_the_adapter(start, tmp_path, variant):
     folder = make_adapter(tmp_path / "start", **VARIANTS[variant])
     run = start(folder, load_in_4bit=False, dtype="float32", beta=0.1, credit="arca", lora_r=4)
     saved = load_file(Path(folder, WEIGHTS))
-    ours = run.adapter
-    assert {name.replace(".default", "") for name in ours} == saved.keys()
+    assert {name.replace(".default", "") for name in run.adapter} == saved.keys()
     # Flags say what is trained: config.json and the adapter's card show them.
     flags = {f"lora_{name.removeprefix('lora_')}": value for name, value in ADAPTER.items()}
     assert flags.items() <= vars(run.args).items()
@@ -170,25 +169,24 @@ def test_flags_that_contradict_the_adapter_are_refused(start, adapter, flags):
     assert "leave these flags out" in refusal(start, adapter, **flags)
 
 
-@pytest.mark.parametrize("name", ["chat_template", "eos_token"])
-def test_another_template_or_end_than_the_bases_is_refused(start, adapter, tmp_path, name):
+def test_another_end_than_the_bases_is_refused(start, adapter, tmp_path):
     folder = shutil.copytree(adapter, tmp_path / "start")
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.save_pretrained(folder)  # as the trainers of transformers and TRL do
     start(folder)
-    setattr(tokenizer, name, {"chat_template": "Answer: ", "eos_token": "<pad>"}[name])
+    tokenizer.eos_token = "<pad>"
     tokenizer.save_pretrained(folder)
     assert "another chat template or end token" in refusal(start, folder)
 
 
-def test_an_adapters_own_template_may_be_given(start, adapter, tmp_path):
+def test_an_adapters_own_template_is_refused_unless_it_is_given(start, adapter, tmp_path):
     folder = shutil.copytree(adapter, tmp_path / "start")
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %} Answer: "
     tokenizer.save_pretrained(folder)
     assert '--chat_template_kwargs {"chat_template": ...}' in refusal(start, folder)
-    keywords = json.dumps({"chat_template": tokenizer.chat_template})
-    run = start(folder, chat_template_kwargs=keywords)
+    keywords = {"chat_template": tokenizer.chat_template}
+    run = start(folder, chat_template_kwargs=json.dumps(keywords))
     assert run.tokenizer.decode(run.train_set[0].prompt_ids).endswith(" Answer: ")
 
 
