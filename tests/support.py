@@ -234,7 +234,6 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
     if they are not the batch's.
     """
     trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install trl")
-    defaults = pytest.importorskip("trl").GRPOConfig
     leaf = logp.clone().requires_grad_()
     mask = batch.loss_mask.long()
 
@@ -244,8 +243,8 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
     stub = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (leaf, torch.zeros_like(leaf), None),
         aux_loss_enabled=False,
-        top_entropy_quantile=defaults.top_entropy_quantile,
-        off_policy_mask_threshold=defaults.off_policy_mask_threshold,
+        top_entropy_quantile=trl.GRPOConfig.top_entropy_quantile,
+        off_policy_mask_threshold=trl.GRPOConfig.off_policy_mask_threshold,
         importance_sampling_level=level,
         beta=args.beta,
         loss_type=args.loss_type,
@@ -260,7 +259,7 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(num_processes=1, gather=same, reduce=same),
         args=SimpleNamespace(
-            delta=defaults.delta,
+            delta=trl.GRPOConfig.delta,
             steps_per_generation=steps,
             use_bias_correction_kl=args.use_bias_correction_kl,
         ),
@@ -334,8 +333,7 @@ def make_adapter(folder: Path, base_name: str = TINY, **changes) -> str:
 def command_line(flags: dict) -> list[str]:
     argv = []
     for name, value in flags.items():
-        values = value if isinstance(value, list) else [value]
-        argv += [f"--{name}", *map(str, values)]
+        argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return argv
 
 

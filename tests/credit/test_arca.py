@@ -9,13 +9,11 @@ import torch
 from support import (
     fixed_draws,
     problems_of,
-    random_batch,
     refusal,
     sample,
     save_model,
     scored,
     stock,
-    unscored,
 )
 from transformers import Qwen3Config
 
@@ -73,16 +71,6 @@ def test_scores_of_any_size_give_finite_weights_of_mean_one(power):
     below = torch.tensor([[-0.5, 0.5, 1.5]])  # such a token must not be trained the wrong way
     weights = grpo_arca.normalize(below, torch.ones(1, 3).bool(), power)
     assert torch.equal(weights, grpo_arca.normalize(below.clamp(min=0), weights >= 0, power))
-
-
-def test_scores_of_a_rollout_do_not_depend_on_its_micro_batches(make_run):
-    run = make_run()
-    batch = scored(run)
-    singles = [unscored(random_batch()).select(torch.tensor([row])) for row in range(4)]
-    scored(run, *singles)
-    for weights, single in zip(batch.weights, singles, strict=False):
-        width = single.mask.shape[1]
-        torch.testing.assert_close(single.weights[0], weights[:width], atol=1e-4, rtol=0)
 
 
 def test_arca_computes_the_head_of_the_base_alone_and_changes_no_gradient(make_run, monkeypatch):

@@ -77,6 +77,12 @@ def give_credit(name: str, run, batch, micros) -> None:
         load(name).assign_credit(run, batch, micros, {})
 
 
+def logits_of(run, prompt_ids, tokens: list[int]) -> torch.Tensor:
+    """Returns the logits [T, V] of a completion by transformers' model."""
+    ids = torch.tensor([[*prompt_ids, *tokens]])
+    return run.model(input_ids=ids).logits[0, -len(tokens) - 1 : -1].detach()
+
+
 def completions_of(*micros) -> list[SimpleNamespace]:
     """Returns what is known of each completion, without padding and in float64."""
     rows = []
@@ -258,15 +264,13 @@ def test_gtpo_leaves_a_rollout_alone_whose_tokens_were_all_certain():
     assert all(torch.equal(micro.credit, micro.mask.float()) for micro in micros)
 
 
-@torch.no_grad()
 def test_otb_sums_the_squared_gradient_of_the_log_prob_by_the_logits(make_run):
     run = make_run(load("otb"), temperature=0.7)
     batch = sample(run, problems_of(run), fixed_draws(4, 24))
     energies = load("otb").token_scores(run, batch, {})
     for i, tokens in enumerate(batch.completion_ids):
-        ids = torch.tensor([[*batch.problems[i].prompt_ids, *tokens]])
-        logits = run.model(input_ids=ids).logits[0, -len(tokens) - 1 : -1].double()
-        p = (logits / 0.7).softmax(-1)
+        logits = logits_of(run, batch.problems[i].prompt_ids, tokens)
+        p = (logits.double() / 0.7).softmax(-1)
         expected = 1 - 2 * p[range(len(tokens)), tokens] + p.square().sum(-1)
         torch.testing.assert_close(
             energies[i, : len(tokens)].double(), expected, rtol=1e-4, atol=1e-6
@@ -296,8 +300,7 @@ def test_cepo_compares_with_the_answer_of_the_worst_completion(make_run):
     def logp(row: int, answer: str) -> torch.Tensor:
         tokens = batch.completion_ids[row]
         between = run.tokenizer.encode(f" {answer}", add_special_tokens=False)
-        ids = torch.tensor([[*problems[row].prompt_ids, *between, *tokens]])
-        logits = run.model(input_ids=ids).logits[0, -len(tokens) - 1 : -1]
+        logits = logits_of(run, [*problems[row].prompt_ids, *between], tokens)
         return logits.log_softmax(-1)[range(len(tokens)), tokens]
 
     for micro in micros:
@@ -352,8 +355,7 @@ def test_evidence_is_what_the_answer_changes(make_run, name, clip, told, answers
     for i, tokens in enumerate(batch.completion_ids):
         prompt = f"{run.train_set[i].prompt} The answer is {answers[i]}."
         (prompt_ids,) = encode_prompts(run.tokenizer, [whole_prompt(prompt)], {})
-        ids = torch.tensor([[*prompt_ids, *tokens]])
-        logp = run.model(input_ids=ids).logits[0, -len(tokens) - 1 : -1].detach().log_softmax(-1)
+        logp = logits_of(run, prompt_ids, tokens).log_softmax(-1)
         gain = logp[range(len(tokens)), tokens] - batch.sampled_logp[i, : len(tokens)]
         torch.testing.assert_close(
             evidence[i, : len(tokens)], gain.clamp(-clip, clip), rtol=0, atol=2e-4

@@ -70,6 +70,5 @@ def test_the_base_is_nf4_and_only_the_adapter_trains(make_run):
     run = make_run()
     names = [name for name, p in run.model.named_parameters() if p.requires_grad]
     assert len(names) == 56 and all("lora_" in name for name in names)
-    layers = [m for m in run.model.modules() if hasattr(m, "compute_dtype")]
-    states = [layer.weight.quant_state for layer in layers]
+    states = [m.weight.quant_state for m in run.model.modules() if hasattr(m, "compute_dtype")]
     assert len(states) == 28 and all(s.quant_type == "nf4" and s.nested for s in states)

@@ -240,7 +240,7 @@ def scored_gradient(run, micros) -> torch.Tensor:
 @pytest.mark.parametrize(("loss_type", "beta", "rows"), [("dapo", 0.1, 8), ("dr_grpo", 0.0, 3)])
 def test_no_micro_batch_and_no_dropped_row_changes_the_gradient(make_run, loss_type, beta, rows):
     """A row whose advantage is 0 has no gradient but the KL's, so it is left out of the work."""
-    run = make_run(max_grad_norm=0, beta=beta, loss_type=loss_type, credit="surprisal")
+    run = make_run(max_grad_norm=0, beta=beta, loss_type=loss_type, credit="arca")
     batch = unscored(random_batch())
     batch.advantages[2:7] = 0.0
     whole = scored_gradient(run, [batch])

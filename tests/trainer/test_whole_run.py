@@ -24,8 +24,7 @@ def answer_of_card(card: Path) -> str:
 
 def last_greedy_answer(out: Path) -> str:
     """Returns the answer to the first held-out problem in a run's last evaluation."""
-    rows = read_jsonl(out / "completions.jsonl")
-    greedy = [row for row in rows if row["kind"] == "greedy"]
+    greedy = [row for row in read_jsonl(out / "completions.jsonl") if row["kind"] == "greedy"]
     return next(row["completion"] for row in greedy if row["step"] == greedy[-1]["step"])
 
 
