@@ -189,11 +189,10 @@ def updates(tmp_path: Path) -> int:
 @pytest.mark.slow
 def test_a_run_ends_with_a_checkpoint_when_its_launcher_is_killed(tmp_path):
     """`accelerate launch` passes no signal on; a worker left behind would train for ever."""
-    launch = [
+    command = [
         sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0",
-        "--num_processes", "2", "--multi_gpu",
+        "--num_processes", "2", "--multi_gpu", str(ROOT / "grpo_arca.py"), *command_line(ENDLESS),
     ]  # fmt: skip
-    command = [*launch, str(ROOT / "grpo_arca.py"), *command_line(ENDLESS)]
     launcher = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
     workers: list[psutil.Process] = []
     try:

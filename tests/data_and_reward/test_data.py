@@ -164,13 +164,15 @@ def test_a_run_says_what_it_reads(tmp_path, capfd, monkeypatch):
     assert capfd.readouterr().err == ""
 
 
-def test_columns_that_a_flag_names_need_not_be_in_the_evaluation_set(tmp_path):
+@pytest.mark.parametrize(
+    "row", [{"q": "New?", "gold": "7", "answer": "8"}, {"question": "New?", "answer": "7"}], ids=str
+)
+def test_columns_that_a_flag_names_need_not_be_in_the_evaluation_set(tmp_path, row):
     """There, the known names will also do."""
     name = write(tmp_path / "set.jsonl", [{"q": r["problem"], "gold": "7"} for r in ROWS])
-    for other in ({"q": "New?", "gold": "7", "answer": "8"}, {"question": "New?", "answer": "7"}):
-        flags = {"eval_dataset_name": write(tmp_path / "eval.jsonl", [other] * 3)}
-        train, held_out = load(name, prompt_column="q", answer_column="gold", **flags)
-        assert len(train) == 40 and plain(held_out)[0] == ("New?", "7")
+    other = write(tmp_path / "eval.jsonl", [row] * 3)
+    train, held_out = load(name, prompt_column="q", answer_column="gold", eval_dataset_name=other)
+    assert len(train) == 40 and plain(held_out)[0] == ("New?", "7")
 
 
 def test_prompts_alone_are_enough_where_no_reward_needs_an_answer(tmp_path):
@@ -320,18 +322,16 @@ def test_json_values_stay_as_written(tmp_path):
     assert found[0].columns == {"answer": 0.00001, "level": None}
 
 
-def test_numbers_of_a_parquet_file_and_of_the_hub(tmp_path):
+@pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32(), pyarrow.float64()], ids=str)
+def test_numbers_of_a_parquet_file_and_of_the_hub(tmp_path, kind):
     """14.1 in 16 or 32 bits is 14.1 to the grader and to reward functions, and not 14.100000381."""
-    cells = [14.1, 0.1, None, 1e-5]
-    for kind in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64()):
-        table = pyarrow.table({"problem": list("abcd"), "answer": pyarrow.array(cells, kind)})
-        folder = tmp_path / str(kind)
-        folder.mkdir()
-        parquet.write_table(table, folder / "train-0.parquet")
-        for name in (folder / "train-0.parquet", folder):
-            (rows,) = read_splits(str(name), None).values()
-            assert [p.answer for p in parse_rows(rows, "x")] == ["14.1", "0.1", "0.00001"]
-            assert rows[0]["answer"] == 14.1
+    cells = pyarrow.array([14.1, 0.1, None, 1e-5], kind)
+    table = pyarrow.table({"problem": list("abcd"), "answer": cells})
+    parquet.write_table(table, tmp_path / "train-0.parquet")
+    for name in (tmp_path / "train-0.parquet", tmp_path):
+        (rows,) = read_splits(str(name), None).values()
+        assert [p.answer for p in parse_rows(rows, "x")] == ["14.1", "0.1", "0.00001"]
+        assert rows[0]["answer"] == 14.1
 
 
 def test_values_of_mixed_types_on_the_hub(tmp_path):
@@ -643,11 +643,11 @@ def test_tokens_that_state_results():
     assert token_roles(pieces, CHAIN) == expected
 
 
-def test_steps_that_a_data_set_names_are_judged(tmp_path):
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_steps_that_a_data_set_names_are_judged(tmp_path, kind):
     rows = [{"problem": f"{i} + 5 - 4", "answer": i + 1, "steps": [i + 5, i + 1]} for i in range(3)]
-    for kind in ("jsonl", "parquet"):
-        found = read(write(tmp_path / f"s.{kind}", rows))
-        assert [(p.steps, p.opening) for p in found] == [((i + 5, i + 1), 0) for i in range(3)]
+    found = read(write(tmp_path / f"s.{kind}", rows))
+    assert [(p.steps, p.opening) for p in found] == [((i + 5, i + 1), 0) for i in range(3)]
 
 
 @pytest.mark.parametrize("steps", [["First", "then"], "Add 1.", [1.5], [True], 5, {"a": 1}])
@@ -868,23 +868,27 @@ CLOSINGS = [  # what a template writes after an answer, and the token that close
 
 
 @pytest.mark.parametrize(("closing", "token"), CLOSINGS)
-def test_the_token_that_closes_an_answer(tokenizer, closing, token):
+@pytest.mark.parametrize(
+    "content", ["m.content", "m.content | trim", "'<|im_start|>' + m.content | upper"]
+)
+def test_the_token_that_closes_an_answer(tokenizer, closing, token, content):
     """A base model whose files name another end token would go on after it, into new turns."""
     tokenizer.add_tokens(["<plain>"])
     tokenizer.add_tokens(["<|end|>", "<|return|>"], special_tokens=True)
     number = None if token is None else tokenizer.convert_tokens_to_ids(token)
-    for content in ("m.content", "m.content | trim", "'<|im_start|>' + m.content | upper"):
-        turn = "{{ m.role }}\n{{ " + content + " }}" + closing
-        template = "{% for m in messages %}<|im_start|>" + turn + "{% endfor %}"
-        tokenizer.chat_template = template + "{% if add_generation_prompt %}A{% endif %}"
-        assert data.closing_token(tokenizer, {}) == number
-        tokenizer.chat_template = None
-        assert data.closing_token(tokenizer, {"chat_template": template}) == number
+    turn = "{{ m.role }}\n{{ " + content + " }}" + closing
+    template = "{% for m in messages %}<|im_start|>" + turn + "{% endfor %}"
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}A{% endif %}"
+    assert data.closing_token(tokenizer, {}) == number
+    tokenizer.chat_template = None
+    assert data.closing_token(tokenizer, {"chat_template": template}) == number
 
 
-def test_templates_that_write_no_answer_close_none(tokenizer):
-    for template in (USERS, "{{ raise_exception('no') }}", "{{ messages[1].content.no.no }}"):
-        assert data.closing_token(tokenizer, {"chat_template": template}) is None
+@pytest.mark.parametrize(
+    "template", [USERS, "{{ raise_exception('no') }}", "{{ messages[1].content.no.no }}"]
+)
+def test_templates_that_write_no_answer_close_none(tokenizer, template):
+    assert data.closing_token(tokenizer, {"chat_template": template}) is None
 
 
 def test_the_template_writes_the_only_begin_and_end_tokens():

@@ -264,6 +264,7 @@ def test_gtpo_leaves_a_rollout_alone_whose_tokens_were_all_certain():
     assert all(torch.equal(micro.credit, micro.mask.float()) for micro in micros)
 
 
+@torch.no_grad()
 def test_otb_sums_the_squared_gradient_of_the_log_prob_by_the_logits(make_run):
     run = make_run(load("otb"), temperature=0.7)
     batch = sample(run, problems_of(run), fixed_draws(4, 24))

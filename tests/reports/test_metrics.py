@@ -51,8 +51,9 @@ def test_accuracies_and_pass_at_k_are_counted_over_every_subset_of_samples():
         expected[f"pass@{k}"] = sum(subsets) / len(subsets)
     assert figures == pytest.approx(expected)
     unanswered = [(*verdict[:3], [math.nan, 1.0]) for verdict in verdicts]
-    figures = eval_metrics(["accuracy_reward", "length"], unanswered)
-    assert figures == {"rewards/length": 1.0, "truncated_share": 5 / 24}
+    assert eval_metrics(["accuracy_reward", "length"], unanswered) == {
+        "rewards/length": 1.0, "truncated_share": 5 / 24,
+    }  # fmt: skip
     said = refusal(eval_metrics, ["accuracy_reward"], unanswered)
     assert "no answers, and no reward function judges them" in said
 
@@ -231,15 +232,12 @@ def test_a_resumed_log_keeps_what_came_before_the_checkpoint(tmp_path):
     assert open_log(tmp_path).rows == []
 
 
-def test_the_best_evaluation_is_the_first_with_the_highest_figure(tmp_path):
-    evaluations = [(0.1, 0.9), (0.3, 0.2), (0.3, 0.9), (0.2, 0.1)]
-    for metric, expected in ((None, 1), ("rewards/mine", 0)):
-        log = open_log(tmp_path, metric_for_best_model=metric)
-        for step, (accuracy, reward) in enumerate(evaluations):
-            log.write(
-                {"step": step, "eval": {"sampled_accuracy": accuracy, "rewards/mine": reward}}
-            )
-        assert log.best_step == expected
+@pytest.mark.parametrize(("metric", "expected"), [(None, 1), ("rewards/mine", 0)])
+def test_the_best_evaluation_is_the_first_with_the_highest_figure(tmp_path, metric, expected):
+    log = open_log(tmp_path, metric_for_best_model=metric)
+    for step, (accuracy, reward) in enumerate([(0.1, 0.9), (0.3, 0.2), (0.3, 0.9), (0.2, 0.1)]):
+        log.write({"step": step, "eval": {"sampled_accuracy": accuracy, "rewards/mine": reward}})
+    assert log.best_step == expected
 
 
 def test_a_run_without_answers_may_go_on_with_another_reward_function(tmp_path):

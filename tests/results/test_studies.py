@@ -37,9 +37,9 @@ def test_every_planned_run_has_a_folder_of_its_own():
 def finish(folder, rewards):
     """Leaves what a run of two updates does, evaluated before and after them, and at a resume."""
     folder.mkdir(parents=True)
-    environment = {"commit": "abc", "hardware": {"cpu": "Xeon", "gpus": []}}
+    config = {"environment": {"commit": "abc", "hardware": {"cpu": "Xeon", "gpus": []}}}
     (folder / "run.json").write_text(json.dumps(RUN._asdict()))
-    (folder / "config.json").write_text(json.dumps({"environment": environment}))
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "summary.json").write_text("{}")
     rows = [{"step": i, "reward": x, "clipped_gradient": i} for i, x in enumerate(rewards)]
     accuracy = {"sampled_accuracy": 0.25, "greedy_accuracy": 0.5, "pass@4": 1.0}

@@ -9,12 +9,6 @@ from support import TOKENIZER, changed_copy, fixed_draws, greedy_tokens, problem
 import grpo_arca
 
 
-def completions_of(batch) -> list[list[int]]:
-    """Returns the tokens of each completion."""
-    pairs = zip(batch.ids[:, batch.prompt_width :], batch.mask, strict=True)
-    return [ids[is_token].tolist() for ids, is_token in pairs]
-
-
 # ---- Tokens --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [5, 448, 5000])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
@@ -65,7 +59,7 @@ def test_greedy_decoding_equals_transformers(make_run, weights):
     problems = problems_of(run)
     batch = sample(run, problems, torch.zeros(4, 24), is_greedy=True)
     expected = greedy_tokens(run, problems, 24)
-    assert completions_of(batch) == expected
+    assert batch.completion_ids == expected
     assert batch.truncated.tolist() == [ids[-1] != 2 for ids in expected]
 
 
@@ -163,11 +157,11 @@ def test_a_completion_ends_at_its_first_stop_token_and_no_other_token_vanishes(
 
     monkeypatch.setattr(grpo_arca, "decode", decode)
     batch = sample(run, problems_of(run, 1) * 4, ones)
+    assert batch.completion_ids == [[301, 2], [302, 1, 0], [2], [301, 302, 303, 304]]
     assert batch.mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
     assert batch.truncated.tolist() == [False, False, False, True]
     assert batch.ids[0, batch.prompt_width :].tolist() == [301, 2, 2, 2]
     assert torch.equal(batch.sampled_logp, batch.mask.float())
-    assert batch.completion_ids == completions_of(batch)
     assert run.tokenizer.decode([302, 1], skip_special_tokens=True) == "as"
     assert batch.texts == ["\\b", "as<|im_start|>", "", "\\basd{em"]
 

@@ -97,10 +97,8 @@ def test_a_runs_own_adapter_is_a_start(run_main, tmp_path):
         "credit": "uniform", "num_generations_eval": 2,
     }  # fmt: skip
     assert run_main(**flags, max_steps=2)[0] == 0
-    code, _, _ = run_main(
-        **flags, start_adapter="out/adapter", output_dir="second", max_steps=0
-    )  # fmt: skip
-    assert code == 0
+    second = {"start_adapter": "out/adapter", "output_dir": "second", "max_steps": 0}
+    assert run_main(**flags, **second)[0] == 0
     evaluations = []
     texts = []
     for folder in ("out", "second"):
