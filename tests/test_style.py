@@ -19,7 +19,7 @@ BUDGET = {  # pattern of files: statements they may have in all, docstrings not 
     "methods/**/*.py": 420,
     "tools/**/*.py": 1120,
     "results/**/*.py": 987,
-    "tests/**/*.py": 5500,
+    "tests/**/*.py": 5480,
 }
 MAX_PACKED = 1.0  # packed constructs per 100 lines of code
 PLAIN = sorted([*ROOT.glob("grpo_*.py"), *ROOT.glob("common/*.py")])

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import Counter
 from decimal import Decimal
+from unittest import mock
 
 import datasets
 import pyarrow
@@ -441,11 +442,10 @@ def test_of_rows_that_repeat_a_fifth_of_the_problems_is_held_out(tmp_path):
 
 def test_each_distinct_prompt_is_rendered_once(tmp_path, monkeypatch):
     """Of 1.8 million rows of DAPO-Math-17k, 17,000 are distinct. Another one checks the roles."""
-    calls = []
-    render = data.render
-    monkeypatch.setattr(data, "render", lambda *given: calls.append(given) or render(*given))
+    render = mock.Mock(wraps=data.render)
+    monkeypatch.setattr(data, "render", render)
     load(write(tmp_path / "set.jsonl", ROWS * 10))
-    assert len(calls) == len(ROWS) + 1
+    assert render.call_count == len(ROWS) + 1
 
 
 def test_rows_repeat_where_only_their_form_differs(tmp_path):

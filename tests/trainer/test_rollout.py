@@ -86,17 +86,12 @@ def test_sampled_log_probs_are_the_stock_models_whatever_is_sampled_together(
         trained, _ = run.policy(whole)
     for ours, truth in ((whole.sampled_logp, logp), (trained, logp), (whole.entropy, entropy)):
         torch.testing.assert_close(ours, truth, atol=1e-4, rtol=0)
-    sizes = []
-    inner = grpo_arca.decode
-
-    def decode(run, prompts, draws, is_greedy):
-        sizes.append(len(prompts))
-        return inner(run, prompts, draws, is_greedy)
-
+    decode = mock.Mock(wraps=grpo_arca.decode)
     monkeypatch.setattr(grpo_arca, "decode", decode)
     run.args.per_device_rollout_batch_size = 3
     backwards = sample(run, problems[::-1], draws.flip(0))
-    assert sizes == [3, 3, 2] and backwards.prompt_width == whole.prompt_width
+    assert [len(call.args[1]) for call in decode.call_args_list] == [3, 3, 2]
+    assert backwards.prompt_width == whole.prompt_width
     for name in ("ids", "attention", "truncated"):
         assert torch.equal(getattr(backwards, name).flip(0), getattr(whole, name)), name
     torch.testing.assert_close(
@@ -193,17 +188,11 @@ def test_every_sample_of_an_evaluation_has_a_stream_of_its_own(make_run, monkeyp
     run.held_out = run.held_out[:3]
     run.log = mock.Mock()
     run.bar = mock.Mock()
-    inner = grpo_arca.sample
-    used = []
-
-    def watched(run, rows, problems, draws, *more, **how):
-        used.append(draws)
-        return inner(run, rows, problems, draws, *more, **how)
-
+    watched = mock.Mock(wraps=grpo_arca.sample)
     monkeypatch.setattr(grpo_arca, "sample", watched)
     grpo_arca.evaluate(run)
     grpo_arca.evaluate(run)
-    greedy, sampled, *again = used
+    greedy, sampled, *again = (call.args[3] for call in watched.call_args_list)
     assert len(greedy) == 3 and len(sampled.unique(dim=0)) == len(sampled) == 3 * 5
     assert torch.equal(sampled, again[1])
 
