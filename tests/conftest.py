@@ -57,11 +57,11 @@ def make_run():
     """
 
     def make(module=grpo_arca, model: str = TINY, adapter: float = 0.05, **flags):
-        argv = ["--model_name_or_path", model, "--per_device_train_batch_size", "8"]
-        argv += ["--num_generations", "4", "--max_completion_length", "24"]
-        argv += ["--gradient_accumulation_steps", "1"]
-        for name, value in flags.items():
-            argv += [f"--{name}", *(value if isinstance(value, list) else [str(value)])]
+        sizes = {
+            "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 24,
+            "gradient_accumulation_steps": 1,
+        }  # fmt: skip
+        argv = command_line({"model_name_or_path": model} | sizes | flags)
         AcceleratorState._reset_state()  # it would refuse another --dtype than the one before
         with (
             mock.patch.object(common.data, "chain_problems", few_chains),

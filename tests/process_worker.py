@@ -32,8 +32,7 @@ CASES = {  # what the processes ask each other for, and a method of each kind
 
 def variety(completion_ids, prompts, **_) -> list[int]:
     """Returns a reward that differs in some groups. A call must hold whole groups."""
-    firsts = [prompt for prompt in prompts[::4] for _ in range(4)]
-    assert prompts == firsts
+    assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]
     return [len(set(ids)) // 8 for ids in completion_ids]
 
 
@@ -70,8 +69,8 @@ def run_case(module, run, gradients: list[torch.Tensor]) -> dict[str, Any]:
     for run.args.loss_type in LOSSES:
         rows += [module.update(run, update) for update in updates]
     own = list(zip(batch.rows.tolist(), batch.completion_ids, batch.advantages, strict=True))
-    order = sorted(module.gather_object(own))
-    return {"samples": order, "gradients": list(gradients), "rows": rows}
+    samples = sorted(module.gather_object(own))
+    return {"samples": samples, "gradients": list(gradients), "rows": rows}
 
 
 def main() -> None:

@@ -59,9 +59,9 @@ def save_model(folder: Path, config) -> Path:
     return folder
 
 
-def changed_copy(folder: Path, changes: dict[str, dict]) -> str:
-    """Copies the embedded policy, with some keys of its JSON files changed."""
-    shutil.copytree(TINY, folder)
+def changed_copy(folder: Path, changes: dict[str, dict], model: Path | str = TINY) -> str:
+    """Copies a model, by default the embedded one, with some keys of its JSON files changed."""
+    shutil.copytree(model, folder)
     for name, changed in changes.items():
         settings = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(settings | changed))
@@ -234,7 +234,6 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
     if they are not the batch's.
     """
     trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install trl")
-    defaults = pytest.importorskip("trl").GRPOConfig
     leaf = logp.clone().requires_grad_()
     mask = batch.loss_mask.long()
 
@@ -244,8 +243,8 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
     stub = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (leaf, torch.zeros_like(leaf), None),
         aux_loss_enabled=False,
-        top_entropy_quantile=defaults.top_entropy_quantile,
-        off_policy_mask_threshold=defaults.off_policy_mask_threshold,
+        top_entropy_quantile=trl.GRPOConfig.top_entropy_quantile,
+        off_policy_mask_threshold=trl.GRPOConfig.off_policy_mask_threshold,
         importance_sampling_level=level,
         beta=args.beta,
         loss_type=args.loss_type,
@@ -260,7 +259,7 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(num_processes=1, gather=same, reduce=same),
         args=SimpleNamespace(
-            delta=defaults.delta,
+            delta=trl.GRPOConfig.delta,
             steps_per_generation=steps,
             use_bias_correction_kl=args.use_bias_correction_kl,
         ),
@@ -283,10 +282,10 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
     return loss.detach(), gradient, clip_fraction
 
 
-def refusal(act) -> str:
-    """Returns the sentence with which act() ends the run."""
-    with pytest.raises((SystemExit, ValueError)) as stopped:
-        act()
+def refusal(act, *given, error=SystemExit, **flags) -> str:
+    """Returns the sentence with which act(*given, **flags) ends the run, or that of an error."""
+    with pytest.raises(error) as stopped:
+        act(*given, **flags)
     return str(stopped.value)
 
 
@@ -334,8 +333,7 @@ def make_adapter(folder: Path, base_name: str = TINY, **changes) -> str:
 def command_line(flags: dict) -> list[str]:
     argv = []
     for name, value in flags.items():
-        values = value if isinstance(value, list) else [value]
-        argv += [f"--{name}", *map(str, values)]
+        argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return argv
 
 

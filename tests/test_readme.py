@@ -49,8 +49,7 @@ SMALL = command_line(
 
 def different(commands: list[list[str]]) -> list[list[str]]:
     """Returns the commands that make different runs where they are made small."""
-    runs = {repr(script_of(c).parse_args([*c[1:], *SMALL])): c for c in commands}
-    return list(runs.values())
+    return list({repr(script_of(c).parse_args([*c[1:], *SMALL])): c for c in commands}.values())
 
 
 # ---- Commands and code ---------------------------------------------------------------------------

@@ -18,7 +18,7 @@ BUDGET = {  # pattern of files: statements they may have in all, docstrings not 
     "common/**/*.py": 1030,
     "methods/**/*.py": 420,
     "tools/**/*.py": 1162,
-    "results/**/*.py": 1000,
+    "results/**/*.py": 1060,
     "tests/**/*.py": 5500,
 }
 MAX_PACKED = 1.0  # packed constructs per 100 lines of code

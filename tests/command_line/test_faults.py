@@ -63,8 +63,10 @@ def test_an_error_between_two_updates_of_a_rollout_leaves_what_can_be_followed(
     run_main, tmp_path, monkeypatch
 ):
     (tmp_path / "variety.py").write_text(VARIETY)
-    flags = {"max_steps": 6, "num_iterations": 2, "reward_funcs": "variety.pay"}
-    flags |= {"save_steps": 2, "eval_steps": 2}
+    flags = {
+        "max_steps": 6, "num_iterations": 2, "reward_funcs": "variety.pay", "save_steps": 2,
+        "eval_steps": 2,
+    }  # fmt: skip
     assert run_main(**flags)[0] == 0
     whole = outcome(tmp_path)
     (tmp_path / "out").rename(tmp_path / "undisturbed")

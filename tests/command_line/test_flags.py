@@ -4,7 +4,6 @@ A table says which values of a flag train and which must end a run; the scripts 
 """
 
 import dataclasses
-import functools
 import importlib
 import json
 import os
@@ -199,14 +198,14 @@ def test_the_embedded_policy_has_its_own_defaults_wherever_it_lies(tmp_path):
 def test_a_base_whose_files_are_links_keeps_its_own_path(tmp_path):
     """As in the Hub's cache, where they lead to a folder that is no model."""
     (tmp_path / "config.json").symlink_to(Path(TINY, "config.json"))
-    args = grpo_arca.parse_args(["--model_name_or_path", str(tmp_path)])
-    assert args.model_name_or_path == str(tmp_path)
+    argv = ["--model_name_or_path", str(tmp_path)]
+    assert grpo_arca.parse_args(argv).model_name_or_path == str(tmp_path)
 
 
 # ---- What is refused at once ---------------------------------------------------------------------
 @pytest.mark.parametrize("argv", ["--learning_rat 1", "--use_vllm True", "stray", "--beta"])
 def test_what_is_no_flag_is_named(argv, capsys):
-    said = refusal(functools.partial(grpo_arca.parse_args, argv.split())) + capsys.readouterr().err
+    said = refusal(grpo_arca.parse_args, argv.split()) + capsys.readouterr().err
     assert argv.split()[0] in said and "docs/trl.md" in said and "Traceback" not in said
 
 
@@ -218,7 +217,7 @@ def test_a_number_that_is_not_finite_is_refused(script, text):
     hints = typing.get_type_hints(module.Args)
     names = [name for name, hint in hints.items() if re.search(r"\b(int|float)\b", str(hint))]
     assert len(names) >= 30
-    assert refusal(lambda: load_reward_funcs(["accuracy_reward"], [float(text)]))
+    assert refusal(load_reward_funcs, ["accuracy_reward"], [float(text)])
     for name in TESTED[script].keys() & set(names) - {"reward_weights"}:
         with pytest.raises(SystemExit):
             module.parse_args([f"--{name}={text}"])
@@ -234,15 +233,14 @@ def test_a_number_that_is_not_finite_is_refused(script, text):
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(make_run, sizes):
-    said = refusal(functools.partial(make_run, **sizes))
+    said = refusal(make_run, **sizes)
     assert "--num_generations" in said and "--steps_per_generation" in said
 
 
 def test_a_tracker_that_is_missing_is_refused_before_training(monkeypatch):
     """Accelerate itself would leave it out without a word."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match="wandb"):
-        grpo_arca.parse_args(["--report_to", "wandb"])
+    assert "wandb" in refusal(grpo_arca.parse_args, ["--report_to", "wandb"], error=ImportError)
 
 
 def test_the_launchers_dynamo_backend_changes_nothing(make_run, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file
-from support import ROOT, TINY_RUN, command_line, read_jsonl, scored
+from support import ROOT, TINY_RUN, command_line, read_jsonl, refusal, scored
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 
 import grpo_arca
@@ -136,8 +136,10 @@ def test_a_reward_function_loses_no_update_and_makes_none_on_rewards_that_a_sign
 
 # ---- While the adapter is not in its place -------------------------------------------------------
 LAYERS = 28  # of the tiny policy's adapter
-PLACES = [(LoraLayer, "enable_adapters", LAYERS + layer + 1) for layer in range(LAYERS)]
-PLACES += [(NamedMemberAccessor, "swap_tensor", number) for number in (1, 2, 30, 2 * LAYERS)]
+PLACES = [
+    *((LoraLayer, "enable_adapters", LAYERS + layer + 1) for layer in range(LAYERS)),
+    *((NamedMemberAccessor, "swap_tensor", number) for number in (1, 2, 30, 2 * LAYERS)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +167,7 @@ def test_a_signal_while_the_adapter_is_not_in_its_place_saves_the_whole_adapter(
         return inner(*arguments, **keywords)
 
     monkeypatch.setattr(owner, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        scored(run)
+    refusal(scored, run, error=KeyboardInterrupt)
     run.step += 1
     grpo_arca.save_checkpoint(run)  # as a run does that ends
     folder = Path(run.args.output_dir, f"checkpoint-{run.step}")
@@ -188,9 +189,10 @@ def updates(tmp_path: Path) -> int:
 @pytest.mark.slow
 def test_a_run_ends_with_a_checkpoint_when_its_launcher_is_killed(tmp_path):
     """`accelerate launch` passes no signal on; a worker left behind would train for ever."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    launch += ["--num_processes", "2", "--multi_gpu"]
-    command = [*launch, str(ROOT / "grpo_arca.py"), *command_line(ENDLESS)]
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0",
+        "--num_processes", "2", "--multi_gpu", str(ROOT / "grpo_arca.py"), *command_line(ENDLESS),
+    ]  # fmt: skip
     launcher = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
     workers: list[psutil.Process] = []
     try:

@@ -9,13 +9,11 @@ import torch
 from support import (
     fixed_draws,
     problems_of,
-    random_batch,
     refusal,
     sample,
     save_model,
     scored,
     stock,
-    unscored,
 )
 from transformers import Qwen3Config
 
@@ -75,16 +73,6 @@ def test_scores_of_any_size_give_finite_weights_of_mean_one(power):
     assert torch.equal(weights, grpo_arca.normalize(below.clamp(min=0), weights >= 0, power))
 
 
-def test_scores_of_a_rollout_do_not_depend_on_its_micro_batches(make_run):
-    run = make_run()
-    batch = scored(run)
-    singles = [unscored(random_batch()).select(torch.tensor([row])) for row in range(4)]
-    scored(run, *singles)
-    for weights, single in zip(batch.weights, singles, strict=False):
-        width = single.mask.shape[1]
-        torch.testing.assert_close(single.weights[0], weights[:width], atol=1e-4, rtol=0)
-
-
 def test_arca_computes_the_head_of_the_base_alone_and_changes_no_gradient(make_run, monkeypatch):
     """The base's log-probs, which the metric `kl` needs, are all that it needs of the head."""
     run = make_run()
@@ -114,8 +102,7 @@ def test_an_adapter_that_moves_no_hidden_state_is_refused(make_run, tmp_path):
     flags = {"lora_target_modules": "lm_head", "load_in_4bit": False, "dtype": "float32"}
     run = make_run(model=str(save_model(tmp_path, config)), **flags)
     for run.args.credit in ("arca", "random", "shuffled"):
-        sentence = refusal(lambda: scored(run))
-        assert "which an adapter of the head never moves" in sentence
+        assert "which an adapter of the head never moves" in refusal(scored, run)
     run.args.credit = "divergence"  # of log-probs, which it does move
     batch = scored(run)
     assert batch.scores[batch.mask].max() > 0

@@ -7,12 +7,13 @@ import re
 import shutil
 from collections import Counter
 from decimal import Decimal
+from unittest import mock
 
 import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from support import TINY, changed_copy, command_line
+from support import TINY, changed_copy, command_line, refusal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -27,6 +28,7 @@ ROWS = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(
 
 def write(path, rows: list[dict]) -> str:
     """Writes rows as the file that the path's ending names, and returns its name."""
+    path.parent.mkdir(exist_ok=True)
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif path.suffix == ".json":
@@ -61,12 +63,6 @@ def plain(problems: list[Problem]) -> list[tuple]:
     return sorted(((problem.prompt, problem.answer) for problem in problems), key=str)
 
 
-def parsed(cells: list) -> list[str]:
-    """Returns the gold answers in a column, of the rows that are not left out."""
-    rows = [{"problem": f"p{i}", "answer": cell} for i, cell in enumerate(cells)]
-    return [problem.answer for problem in parse_rows(rows, "x")]
-
-
 # ---- Kinds of data sets --------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv"])
 @pytest.mark.parametrize(("prompt", "answer"), [("problem", "answer"), ("question", "solution")])
@@ -82,16 +78,14 @@ def test_files_of_every_kind(tmp_path, kind, prompt, answer):
     assert len(load(path)[0]) == 8
 
 
-@pytest.fixture
-def offline_sets(monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
     """Data sets in a folder are read as those of the Hub are, with a cache of their own."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path
 
 
-def test_a_data_set_with_splits_and_one_with_a_train_split_alone(offline_sets):
-    folder = offline_sets / "set"
-    folder.mkdir()
+def test_a_data_set_with_splits_and_one_with_a_train_split_alone(tmp_path):
+    folder = tmp_path / "set"
     write(folder / "train.jsonl", ROWS[:30])
     assert [len(part) for part in load(folder)] == [24, 6]  # as a file
     write(folder / "test.jsonl", ROWS[25:])
@@ -103,37 +97,33 @@ def test_a_data_set_with_splits_and_one_with_a_train_split_alone(offline_sets):
     assert plain(held_out) == plain(parse_rows(ROWS[:30], "x"))
 
 
-def test_flags_of_splits_that_are_not_there_are_refused(tmp_path, offline_sets):
+def test_flags_of_splits_that_are_not_there_are_refused(tmp_path):
     """So are those of a file, which has none: they would be ignored."""
-    folder = offline_sets / "set"
-    folder.mkdir()
+    folder = tmp_path / "set"
     for split in ("train", "validation"):
         write(folder / f"{split}.jsonl", ROWS)
     name = write(tmp_path / "file.jsonl", ROWS)
     train = {"dataset_train_split": "tain", "dataset_test_split": "validation"}
     for of, flags, says in (
-        (folder, train, "--dataset_train_split: .* no tain, but .'train', 'validation'"),
-        (folder, {}, "--dataset_test_split: .* no test, but .'train', 'validation'"),
-        (name, {"eval_dataset_name": folder}, "--dataset_test_split: .* no test"),
-        (name, {"dataset_train_split": "part"}, "--dataset_train_split: .* no part, but .'train'"),
-        (name, {"dataset_test_split": "part"}, "--dataset_test_split: .* no part"),
+        (folder, train, "--dataset_train_split: there is no tain, but ['train', 'validation']"),
+        (folder, {}, "--dataset_test_split: there is no test, but ['train', 'validation']"),
+        (name, {"eval_dataset_name": folder}, "--dataset_test_split: there is no test"),
+        (name, {"dataset_train_split": "part"}, "--dataset_train_split: there is no part, but ["),
+        (name, {"dataset_test_split": "part"}, "--dataset_test_split: there is no part"),
+        (name, {"dataset_config": "main"}, "is a file, which has no configs"),
     ):
-        with pytest.raises(SystemExit, match=says):
-            load(of, **flags)
-    with pytest.raises(SystemExit, match="is a file, which has no configs"):
-        load(name, dataset_config="main")
+        assert says in refusal(load, of, **flags)
 
 
-def test_an_evaluation_set_of_its_own(tmp_path, offline_sets):
+def test_an_evaluation_set_of_its_own(tmp_path):
     """Its one split will do, whatever the name."""
     name = write(tmp_path / "train.jsonl", ROWS)
     other = write(tmp_path / "eval.jsonl", [{"problem": "New?", "answer": "7"}])
     train, held_out = load(name, eval_dataset_name=other)
     assert len(train) == 40 and plain(held_out) == [("New?", "7")]
     assert all(problem.steps for problem in load(name, eval_dataset_name="chain_arithmetic")[1])
-    (offline_sets / "set").mkdir()
-    write(offline_sets / "set/validation.jsonl", ROWS[:4])
-    assert len(load(name, eval_dataset_name=offline_sets / "set")[0]) == 36
+    write(tmp_path / "set/validation.jsonl", ROWS[:4])
+    assert len(load(name, eval_dataset_name=tmp_path / "set")[0]) == 36
 
 
 def test_columns_by_flags_and_nested_ones_by_dotted_names(tmp_path):
@@ -153,10 +143,10 @@ def test_columns_by_flags_and_nested_ones_by_dotted_names(tmp_path):
     name = write(tmp_path / "dots.jsonl", rows)
     train, held_out = load(name, prompt_column="q.text", answer_column="a.b")
     assert plain(train + held_out) == plain(parse_rows(ROWS, "x"))
-    says = r"--{}: there is no lev, but \['a.b', 'q', 'problem'\]. Write a.b for b within a"
+    says = "there is no lev, but ['a.b', 'q', 'problem']. Write a.b for b within a"
     for flag in ("prompt_column", "answer_column"):
-        with pytest.raises(SystemExit, match=says.format(flag)):
-            load(name, needs_answers=False, **{"answer_column": "a.b"} | {flag: "lev"})
+        flags = {"answer_column": "a.b"} | {flag: "lev"}
+        assert f"--{flag}: {says}" in refusal(load, name, needs_answers=False, **flags)
 
 
 def test_a_run_says_what_it_reads(tmp_path, capfd, monkeypatch):
@@ -175,13 +165,15 @@ def test_a_run_says_what_it_reads(tmp_path, capfd, monkeypatch):
     assert capfd.readouterr().err == ""
 
 
-def test_columns_that_a_flag_names_need_not_be_in_the_evaluation_set(tmp_path):
+@pytest.mark.parametrize(
+    "row", [{"q": "New?", "gold": "7", "answer": "8"}, {"question": "New?", "answer": "7"}], ids=str
+)
+def test_columns_that_a_flag_names_need_not_be_in_the_evaluation_set(tmp_path, row):
     """There, the known names will also do."""
     name = write(tmp_path / "set.jsonl", [{"q": r["problem"], "gold": "7"} for r in ROWS])
-    for other in ({"q": "New?", "gold": "7", "answer": "8"}, {"question": "New?", "answer": "7"}):
-        flags = {"eval_dataset_name": write(tmp_path / "eval.jsonl", [other] * 3)}
-        train, held_out = load(name, prompt_column="q", answer_column="gold", **flags)
-        assert len(train) == 40 and plain(held_out)[0] == ("New?", "7")
+    other = write(tmp_path / "eval.jsonl", [row] * 3)
+    train, held_out = load(name, prompt_column="q", answer_column="gold", eval_dataset_name=other)
+    assert len(train) == 40 and plain(held_out)[0] == ("New?", "7")
 
 
 def test_prompts_alone_are_enough_where_no_reward_needs_an_answer(tmp_path):
@@ -189,36 +181,38 @@ def test_prompts_alone_are_enough_where_no_reward_needs_an_answer(tmp_path):
     train, held_out = load(name, needs_answers=False)
     assert len(train) == 32 and len(held_out) == 8
     assert {problem.answer for problem in train} == {""}
-    with pytest.raises(SystemExit, match="--answer_column: there is no answer or solution or"):
-        load(name)
+    assert "--answer_column: there is no answer or solution or" in refusal(load, name)
     # The numbers that pandas writes before the first column are no answers.
     assert plain(parse_rows([{"": "0", "prompt": "a"}], "x", needs_answers=False)) == [("a", "")]
 
 
-CHATS = [
-    ([{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}], "2 + 2?"),
-    ("2 + 2?", "2 + 2?"),
-]
+SYSTEM = {"role": "system", "content": "Be brief."}
+PARTS = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_chats_and_contents_in_parts(tmp_path, kind):
-    system = {"role": "system", "content": "Be brief."}
-    for content, text in CHATS:
-        rows = [{"prompt": [system, {"role": "user", "content": content}], "answer": "4"}]
-        if kind == "parquet" and not isinstance(content, str):
-            rows[0]["prompt"] = rows[0]["prompt"][1:]  # a column has one type
-        (problem,) = read(write(tmp_path / f"s.{kind}", rows))
-        assert problem.prompt[-1] == {"role": "user", "content": text}
-        assert problem.prompt[:-1] in ([], [system])
+@pytest.mark.parametrize(
+    ("kind", "before", "content"),
+    [
+        ("jsonl", [SYSTEM], "2 + 2?"),
+        ("jsonl", [SYSTEM], PARTS),
+        ("parquet", [SYSTEM], "2 + 2?"),
+        ("parquet", [], PARTS),  # a column has one type
+    ],
+)
+def test_chats_and_contents_in_parts(tmp_path, kind, before, content):
+    rows = [{"prompt": [*before, {"role": "user", "content": content}], "answer": "4"}]
+    (problem,) = read(write(tmp_path / f"s.{kind}", rows))
+    assert problem.prompt == [*before, {"role": "user", "content": "2 + 2?"}]
 
 
 USER = {"role": "user", "content": "Start. "}
 TEXT = {"type": "text", "text": "x"}
 PICTURES = [[TEXT, {"type": "image"}], [TEXT, {"text": None, "image": "b"}], {"text": "x"}]
 CHATS_AS_TEXTS = ["[{'role': 'user', 'content': 'x'}]", '[{"content": "x", "role": "user"}]']
-NO_PROMPTS = [*CHATS_AS_TEXTS, ["text"], [{"from": "human", "value": "x"}], 5, USER, [[]], None, ""]
-NO_PROMPTS += [" \n", [], [USER | {"content": ""}], [{"content": "x"}], [USER | {"role": None}]]
+NO_PROMPTS = [
+    *CHATS_AS_TEXTS, ["text"], [{"from": "human", "value": "x"}], 5, USER, [[]], None, "", " \n",
+    [], [USER | {"content": ""}], [{"content": "x"}], [USER | {"role": None}],
+]  # fmt: skip
 NO_PROMPTS += [[USER | {"content": content}] for content in (None, *PICTURES)]
 NO_GOLDS = [
     "the answer is 5", "So it is 5", "Answer: 5", "x is 5", "He has 16 apples", "", None, "#### ",
@@ -231,8 +225,10 @@ NO_GOLDS = [
     ["84", "85"], [84], {"value": "84"}, b"1",
 ]  # fmt: skip
 # In JSON or Python with one backslash, or from a wrong encoding; and as a template has written it.
-UNCLEAN = ["\frac{1}{2}?", "\beta?", "2 \times 3?", "Is it \text{odd}?", "2\x80?", "\ud83d 1?"]
-UNCLEAN += ["2 \neq 1?", "caf\ufffd?", "<|im_start|>user\n2?<|im_end|>\n", "Well.<|im_end|>"]
+UNCLEAN = [
+    "\frac{1}{2}?", "\beta?", "2 \times 3?", "Is it \text{odd}?", "2\x80?", "\ud83d 1?",
+    "2 \neq 1?", "caf\ufffd?", "<|im_start|>user\n2?<|im_end|>\n", "Well.<|im_end|>",
+]  # fmt: skip
 SOLVED = ["It is \\boxed{7}.", "So 3-2=1 #### 1", "The answer is 1."]
 LEFT_OUT = [
     *((cell, "1", "prompt has no text, and no chat of texts alone") for cell in NO_PROMPTS),
@@ -248,8 +244,8 @@ LEFT_OUT = [
 @pytest.mark.parametrize(("prompt", "answer", "reason"), LEFT_OUT, ids=ascii)
 def test_rows_that_cannot_be_used_are_left_out(tokenizer, prompt, answer, reason, capfd):
     """A chat template would write an empty message for some, say, and no policy could be right."""
-    rows = [{"prompt": cell, "answer": "1"} for cell in "abc"]
-    rows[1] = {"prompt": prompt, "answer": answer}
+    cells = [("a", "1"), (prompt, answer), ("c", "1")]
+    rows = [{"prompt": own_prompt, "answer": own_answer} for own_prompt, own_answer in cells]
     found = encode(tokenizer, parse_rows(rows, "x"))
     assert [problem.prompt for problem in found] == ["a", "c"]
     says = rf"x: 1 of 3 rows are left out \(such as 2\), because {reason}"
@@ -312,8 +308,10 @@ def test_files_of_less_common_names(tmp_path, name):
 
 
 def test_json_values_stay_as_written(tmp_path):
-    values = ["0.00001", "1e-7", "14.1", "7", "12.0", "1e22", '"007"', '"1/2"', "-2.50", "true"]
-    values += ["123456789012345678901", '"2024-01-01"']
+    values = [
+        "0.00001", "1e-7", "14.1", "7", "12.0", "1e22", '"007"', '"1/2"', "-2.50", "true",
+        "123456789012345678901", '"2024-01-01"',
+    ]  # fmt: skip
     lines = [f'{{"problem": "p{i}", "answer": {value}}}' for i, value in enumerate(values)]
     path = tmp_path / "set.jsonl"
     path.write_text("\ufeff" + "\n\n".join(lines) + '\n{"problem": "no answer", "level": 1}')
@@ -325,46 +323,36 @@ def test_json_values_stay_as_written(tmp_path):
     assert found[0].columns == {"answer": 0.00001, "level": None}
 
 
-def test_numbers_of_a_parquet_file_and_of_the_hub(tmp_path, offline_sets):
+@pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32(), pyarrow.float64()], ids=str)
+def test_numbers_of_a_parquet_file_and_of_the_hub(tmp_path, kind):
     """14.1 in 16 or 32 bits is 14.1 to the grader and to reward functions, and not 14.100000381."""
-    cells = [14.1, 0.1, None, 1e-5]
-    for kind in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64()):
-        table = pyarrow.table({"problem": list("abcd"), "answer": pyarrow.array(cells, kind)})
-        parquet.write_table(table, tmp_path / "set.parquet")
-        folder = offline_sets / str(kind)
-        folder.mkdir()
-        parquet.write_table(table, folder / "train-0.parquet")
-        for splits in (
-            read_splits(str(tmp_path / "set.parquet"), None),
-            read_splits(str(folder), None),
-        ):
-            (rows,) = splits.values()
-            found = [problem.answer for problem in parse_rows(rows, "x")]
-            assert found == ["14.1", "0.1", "0.00001"]
-            assert rows[0]["answer"] == 14.1
-    cells = [Decimal("0.00000010"), Decimal("14.10"), None, Decimal("3")]
-    assert parsed(cells) == ["0.00000010", "14.10", "3"]
+    cells = pyarrow.array([14.1, 0.1, None, 1e-5], kind)
+    table = pyarrow.table({"problem": list("abcd"), "answer": cells})
+    parquet.write_table(table, tmp_path / "train-0.parquet")
+    for name in (tmp_path / "train-0.parquet", tmp_path):
+        (rows,) = read_splits(str(name), None).values()
+        assert [p.answer for p in parse_rows(rows, "x")] == ["14.1", "0.1", "0.00001"]
+        assert rows[0]["answer"] == 14.1
 
 
-def test_values_of_mixed_types_on_the_hub(offline_sets):
+def test_values_of_mixed_types_on_the_hub(tmp_path):
     """`datasets` keeps them as JSON texts: a fraction would be "1\\/2" in quotes."""
     rows = [
         {"prompt": [{"role": "user", "content": content}], "answer": answer}
         for content, answer in (("3?", 3), ([{"type": "text", "text": "1/2?"}], "1/2"))
     ]
-    (offline_sets / "mixed").mkdir()
-    write(offline_sets / "mixed/train.jsonl", rows)
-    assert read_splits(str(offline_sets / "mixed"), None) == {"train": rows}
+    write(tmp_path / "mixed/train.jsonl", rows)
+    assert read_splits(str(tmp_path / "mixed"), None) == {"train": rows}
 
 
 @pytest.mark.parametrize("kind", ["parquet", "folder"])
-def test_numbers_of_a_class_label_are_its_names(offline_sets, kind):
+def test_numbers_of_a_class_label_are_its_names(tmp_path, kind):
     labels = datasets.ClassLabel(names=["no", "yes"])
     features = datasets.Features({"problem": datasets.Value("string"), "answer": labels})
     cells = {"problem": list("abcd"), "answer": [1, 0, None, -1]}
-    path = offline_sets / "train.parquet"
+    path = tmp_path / "train.parquet"
     datasets.Dataset.from_dict(cells, features=features).to_parquet(path)
-    rows = read_splits(str(path if kind == "parquet" else offline_sets), None)["train"]
+    rows = read_splits(str(path if kind == "parquet" else tmp_path), None)["train"]
     assert [row["answer"] for row in rows] == ["yes", "no", None, None]
 
 
@@ -379,8 +367,8 @@ def test_numbers_inside_other_values_and_columns_of_one_name(tmp_path):
     assert [problem.answer for problem in found] == ["14.1", "1.4142135"]
     assert found[0].columns == {"reward_model": cells[0]}
     parquet.write_table(table.rename_columns(["answer"] * 2), tmp_path / "set.parquet")
-    with pytest.raises(ValueError, match="duplicate"):
-        read_splits(str(tmp_path / "set.parquet"), None)
+    path = str(tmp_path / "set.parquet")
+    assert "duplicate" in refusal(read_splits, path, None, error=ValueError)
 
 
 GOLDS = [
@@ -394,12 +382,14 @@ GOLDS = [
     ("\\begin{pmatrix} 1 \\\\\n2 \\end{pmatrix}",) * 2, ("not enough information",) * 2,
     ("none",) * 2, ("Na",) * 2, ("Nancy",) * 2, ("None of them",) * 2, ("{1, 2}",) * 2,
     ("[1, 2)",) * 2, ("\\{1, 2\\}",) * 2, ("x < 5",) * 2, ("\u221e",) * 2, ("+",) * 2,
-    ("unknown to us",) * 2, ("-5",) * 2,
+    ("unknown to us",) * 2, ("-5",) * 2, (Decimal("0.00000010"), "0.00000010"),
+    (Decimal("14.10"), "14.10"), (Decimal("3"), "3"),
 ]  # fmt: skip
 
 
 def test_gold_answers(capfd):
-    assert parsed([cell for cell, _ in GOLDS]) == [gold for _, gold in GOLDS]
+    rows = [{"problem": "x", "answer": cell} for cell, _ in GOLDS]
+    assert [problem.answer for problem in parse_rows(rows, "x")] == [gold for _, gold in GOLDS]
     assert "left out" not in capfd.readouterr().err
 
 
@@ -430,8 +420,7 @@ BROKEN = [
 @pytest.mark.parametrize(("kind", "text", "says"), BROKEN)
 def test_a_file_that_is_no_table_is_refused(tmp_path, kind, text, says):
     (tmp_path / f"set.{kind}").write_text(text)
-    with pytest.raises((SystemExit, Exception), match=says):
-        load(tmp_path / f"set.{kind}")
+    assert re.search(says, refusal(load, tmp_path / f"set.{kind}", error=(SystemExit, Exception)))
 
 
 # ---- Training problems and held-out ones ---------------------------------------------------------
@@ -447,15 +436,16 @@ def test_of_rows_that_repeat_a_fifth_of_the_problems_is_held_out(tmp_path):
     assert len(held_out) == len({problem.prompt for problem in held_out}) == 4
     assert set(Counter(problem.prompt for problem in train).values()) == {10} and len(train) == 160
     assert [problem.row for problem in train] == sorted(problem.row for problem in train)
+    said = refusal(load, write(tmp_path / "set.jsonl", ROWS[:1] * 3))
+    assert "3 of 3 rows are left out (such as 1, 2, 3), because they are held out" in said
 
 
 def test_each_distinct_prompt_is_rendered_once(tmp_path, monkeypatch):
     """Of 1.8 million rows of DAPO-Math-17k, 17,000 are distinct. Another one checks the roles."""
-    calls = []
-    render = data.render
-    monkeypatch.setattr(data, "render", lambda *given: calls.append(given) or render(*given))
+    render = mock.Mock(wraps=data.render)
+    monkeypatch.setattr(data, "render", render)
     load(write(tmp_path / "set.jsonl", ROWS * 10))
-    assert len(calls) == len(ROWS) + 1
+    assert render.call_count == len(ROWS) + 1
 
 
 def test_rows_repeat_where_only_their_form_differs(tmp_path):
@@ -470,11 +460,6 @@ def test_rows_repeat_where_only_their_form_differs(tmp_path):
     assert len(train) == 32
 
 
-def test_a_file_of_one_problem_is_too_small(tmp_path):
-    with pytest.raises(SystemExit, match=r"3 of 3 rows are left out .* they are held out"):
-        load(write(tmp_path / "set.jsonl", ROWS[:1] * 3))
-
-
 @pytest.mark.parametrize("answers", [["5", "6"], ["5", "5.5", "5"], ["x", "y"]])
 def test_equal_problems_with_different_answers_are_left_out(tmp_path, answers, capfd):
     """All of them: nobody knows which is right. With one instruction for all rows, whose inputs
@@ -484,8 +469,8 @@ def test_equal_problems_with_different_answers_are_left_out(tmp_path, answers, c
     assert plain(train + held_out) == plain(parse_rows(ROWS[:20], "x"))
     says = f"{len(rows)} of {20 + len(rows)} rows are left out (such as 21, 22"
     assert says in capfd.readouterr().err
-    with pytest.raises(SystemExit, match="the same prompt has another answer in another row"):
-        load(write(tmp_path / "set.jsonl", rows))
+    said = refusal(load, write(tmp_path / "set.jsonl", rows))
+    assert "the same prompt has another answer in another row" in said
 
 
 def test_equal_problems_whose_answers_are_equal_stay(tmp_path):
@@ -537,8 +522,10 @@ def recompute(prompt: str) -> list[int]:
     for phrase in phrases:
         verb, word = phrase.split()
         by = 0 if word == "it" else int(word)
-        new = {"add": values[-1] + by, "subtract": values[-1] - by}
-        new |= {"double": values[-1] * 2, "triple": values[-1] * 3}
+        new = {
+            "add": values[-1] + by, "subtract": values[-1] - by, "double": values[-1] * 2,
+            "triple": values[-1] * 3,
+        }  # fmt: skip
         values.append(new[verb])
     return values[1:]
 
@@ -573,19 +560,19 @@ def test_the_embedded_sets():
     train, held_out = load("chain_arithmetic", max_eval_samples=100)
     assert len(train) == 4096 and len(held_out) == 100
     assert load("chain_arithmetic", max_eval_samples=100, seed=2)[1] == held_out
-    twos = load("chain_arithmetic", dataset_config="2")[1]
-    assert {len(problem.steps) for problem in twos} == {2}
-    with pytest.raises(ValueError, match="invalid literal for int"):
-        load("chain_arithmetic", dataset_config="many")
+    said = refusal(load, "chain_arithmetic", dataset_config="many", error=ValueError)
+    assert "invalid literal for int" in said
 
 
-def test_the_config_of_an_evaluation_set_stands_after_its_name(tmp_path, offline_sets, monkeypatch):
+def test_the_config_of_an_evaluation_set_stands_after_its_name(tmp_path, monkeypatch):
     """That of the training set is not forced on it, as main of GSM8K would be on these chains."""
     name = write(tmp_path / "set.jsonl", ROWS)
-    for flags, length in (({}, {3, 4}), ({"dataset_config": "5"}, {5})):
-        held_out = load("chain_arithmetic", eval_dataset_name="chain_arithmetic", **flags)[1]
+    own = {"eval_dataset_name": "chain_arithmetic"}
+    five = {"dataset_config": "5"}
+    for flags, length in ((own, {3, 4}), (own | five, {5}), (five, {5})):
+        held_out = load("chain_arithmetic", **flags)[1]
         assert {len(problem.steps) for problem in held_out} == length
-    for of, flags in (("chain_arithmetic", {"dataset_config": "5"}), (name, {})):
+    for of, flags in (("chain_arithmetic", five), (name, {})):
         held_out = load(of, eval_dataset_name="chain_arithmetic:2", **flags)[1]
         assert {len(problem.steps) for problem in held_out} == {2}
     asked = []
@@ -648,17 +635,19 @@ def test_the_first_wrong_token_of_a_solution(text, marked):
 
 
 def test_tokens_that_state_results():
-    pieces = ["We begin at ", "23. Then adding 19 gives", " 42. We double", " it and get ", "8"]
-    pieces += ["4. Minus 5 makes ", "7", "", "9", ". ", "So it is \\boxed{", "79}.", "<end>"]
+    pieces = [
+        "We begin at ", "23. Then adding 19 gives", " 42. We double", " it and get ", "8",
+        "4. Minus 5 makes ", "7", "", "9", ". ", "So it is \\boxed{", "79}.", "<end>",
+    ]  # fmt: skip
     expected = [""] * 2 + ["result", "", "result", "result", "result", "", "result"] + [""] * 4
     assert token_roles(pieces, CHAIN) == expected
 
 
-def test_steps_that_a_data_set_names_are_judged(tmp_path):
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_steps_that_a_data_set_names_are_judged(tmp_path, kind):
     rows = [{"problem": f"{i} + 5 - 4", "answer": i + 1, "steps": [i + 5, i + 1]} for i in range(3)]
-    for kind in ("jsonl", "parquet"):
-        found = read(write(tmp_path / f"s.{kind}", rows))
-        assert [(p.steps, p.opening) for p in found] == [((i + 5, i + 1), 0) for i in range(3)]
+    found = read(write(tmp_path / f"s.{kind}", rows))
+    assert [(p.steps, p.opening) for p in found] == [((i + 5, i + 1), 0) for i in range(3)]
 
 
 @pytest.mark.parametrize("steps", [["First", "then"], "Add 1.", [1.5], [True], 5, {"a": 1}])
@@ -691,8 +680,7 @@ def test_a_prompt_by_the_template(tokenizer):
     assert prompt_text(tokenizer, "Start with 23, add 19.") == golden
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
     assert prompt_text(tokenizer, "Start with 23, add 19.", "Be brief.") == system + golden
-    chat = [{"role": "system", "content": "Be brief."}]
-    chat += [{"role": "user", "content": "Start with 23, add 19."}]
+    chat = [SYSTEM, {"role": "user", "content": "Start with 23, add 19."}]
     assert prompt_text(tokenizer, chat) == system + golden
 
 
@@ -700,8 +688,7 @@ def test_the_beginning_of_an_answer_stays_open(tokenizer):
     chat = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "<think>Let"}]
     assert prompt_text(tokenizer, chat).endswith("<|im_start|>assistant\n<think>Let")
     ids = tokenizer(" me. \\boxed{2}<|im_end|>").input_ids
-    stop = [tokenizer.eos_token_id]
-    text = data.reply_text(tokenizer, Problem(chat, "2"), ids, stop)
+    text = data.reply_text(tokenizer, Problem(chat, "2"), ids, [tokenizer.eos_token_id])
     assert text == "<think>Let me. \\boxed{2}"
 
 
@@ -723,9 +710,8 @@ def test_rewards_see_the_whole_of_an_answer_that_the_prompt_begins(make_run, tmp
     rows = [
         {"prompt": [{"role": "user", "content": r["problem"]}, begun], "answer": "1"} for r in ROWS
     ]
-    name = write(tmp_path / "set.jsonl", rows)
-    batch = grpo_arca.collect(make_run(dataset_name=name, max_completion_length=4), {})
-    assert all(re.match("We begin.", text) for text in batch.texts)
+    run = make_run(dataset_name=write(tmp_path / "set.jsonl", rows), max_completion_length=4)
+    assert all(re.match("We begin.", text) for text in grpo_arca.collect(run, {}).texts)
 
 
 def test_only_tokens_that_end_or_pad_a_completion_are_left_out_of_its_text(tokenizer):
@@ -748,16 +734,22 @@ def test_template_kwargs_reach_the_template_and_nothing_else(tokenizer):
     assert prompt_text(tokenizer, text, None, {"enable_thinking": False}) == "(off)" + text
     other = {"chat_template": "(own){{ messages[0].content }}"}
     assert prompt_text(tokenizer, text, None, other) == "(own)" + text
-    cut = [{"padding": "max_length", "max_length": 40}, {"truncation": True, "max_length": 3}]
-    cut += [{"padding": True, "pad_to_multiple_of": 64}, {"return_tensors": "pt"}]
+    cut = [
+        {"padding": "max_length", "max_length": 40}, {"truncation": True, "max_length": 3},
+        {"padding": True, "pad_to_multiple_of": 64}, {"return_tensors": "pt"},
+    ]  # fmt: skip
     for kwargs in cut:
         assert prompt_ids(tokenizer, text, None, kwargs) == ids
 
 
-HEEDED = ["{}", '{"enable_thinking": false}', '{"enable_thinking": true}', '{"budget": 0}']
-HEEDED += ['{"budget": 5}', '{"chat_template": "{{ messages[0].content }}"}']
-UNHEEDED = ['{"enable_thinkng": false}', '{"enable_thinking": "false"}', '{"enable_thinking": 0}']
-UNHEEDED += ['{"enable_thinking": "False"}', '{"enable_thinking": null}', '{"padding": true}']
+HEEDED = [
+    "{}", '{"enable_thinking": false}', '{"enable_thinking": true}', '{"budget": 0}',
+    '{"budget": 5}', '{"chat_template": "{{ messages[0].content }}"}',
+]  # fmt: skip
+UNHEEDED = [
+    '{"enable_thinkng": false}', '{"enable_thinking": "false"}', '{"enable_thinking": 0}',
+    '{"enable_thinking": "False"}', '{"enable_thinking": null}', '{"padding": true}',
+]  # fmt: skip
 NO_KEYWORDS = ["{ no", "[]", "[1]", "null", "5", "enable_thinking=False", "{'a': 1}", ""]
 
 
@@ -773,14 +765,12 @@ def test_keywords_of_the_template_that_it_would_not_heed_end_the_run(tmp_path, k
         assert len(load(name, **flags)[0]) == 32
     else:
         says = "is no JSON object" if keywords in NO_KEYWORDS else "the chat template never reads"
-        with pytest.raises(SystemExit, match=f"--chat_template_kwargs.* {says}"):
-            load(name, **flags)
+        assert re.search(f"--chat_template_kwargs.* {says}", refusal(load, name, **flags))
 
 
-DATE = '{% set format = "%d %b %Y" %}{% if strftime_now is defined %}'
-DATE += "{% set date = strftime_now(format) %}{% endif %}"
 DATED = [
-    DATE + "{{ date }}: {{ messages[0].content }}",  # as Llama 3
+    '{% set format = "%d %b %Y" %}{% if strftime_now is defined %}'  # as Llama 3
+    "{% set date = strftime_now(format) %}{% endif %}{{ date }}: {{ messages[0].content }}",
     "{% macro system() %}{{ strftime_now('%d %b %Y') }}: {% endmacro %}"  # as gpt-oss
     "{{ system() }}{{ messages[0].content }}",
 ]
@@ -797,7 +787,6 @@ def test_the_date_in_a_prompt_is_fixed(tokenizer, template):
     )
 
 
-SYSTEM = {"role": "system", "content": "Be brief."}
 BEGUN = {"role": "assistant", "content": "<think>Hm.</think>We"}
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 ANYONE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content | trim }}{% endfor %}"
@@ -824,10 +813,10 @@ KEPT = [
 ]
 
 
-def test_a_damaged_system_prompt_ends_the_run(tokenizer):
-    for text in UNCLEAN:
-        with pytest.raises(SystemExit, match=r"it or --system_prompt has .*, a special token"):
-            encode(tokenizer, [Problem("2?", "1")], system_prompt=text)
+@pytest.mark.parametrize("text", UNCLEAN, ids=ascii)
+def test_a_damaged_system_prompt_ends_the_run(tokenizer, text):
+    said = refusal(encode, tokenizer, [Problem("2?", "1")], system_prompt=text)
+    assert re.search("it or --system_prompt has .*, a special token", said)
 
 
 def test_a_begun_answer_may_have_special_tokens(tokenizer):
@@ -843,11 +832,10 @@ def test_a_template_that_drops_a_message_of_any_row_is_refused(tokenizer, templa
     tokenizer.chat_template = template
     problems = [Problem("Start.", "1", row=1), Problem(messages, "2", row=2)]
     encode(tokenizer, problems[:1])
-    with pytest.raises(SystemExit, match="drops the words of a message in chats with the roles"):
-        encode(tokenizer, problems)
+    said = "drops the words of a message in chats with the roles"
+    assert said in refusal(encode, tokenizer, problems)
     if messages[0] == SYSTEM:
-        with pytest.raises(SystemExit, match="the chat template drops the words"):
-            encode(tokenizer, [Problem(messages[1:], "2")], "Be brief.")
+        assert said in refusal(encode, tokenizer, [Problem(messages[1:], "2")], "Be brief.")
 
 
 @pytest.mark.parametrize(("template", "messages"), KEPT, ids=str)
@@ -880,23 +868,27 @@ CLOSINGS = [  # what a template writes after an answer, and the token that close
 
 
 @pytest.mark.parametrize(("closing", "token"), CLOSINGS)
-def test_the_token_that_closes_an_answer(tokenizer, closing, token):
+@pytest.mark.parametrize(
+    "content", ["m.content", "m.content | trim", "'<|im_start|>' + m.content | upper"]
+)
+def test_the_token_that_closes_an_answer(tokenizer, closing, token, content):
     """A base model whose files name another end token would go on after it, into new turns."""
     tokenizer.add_tokens(["<plain>"])
     tokenizer.add_tokens(["<|end|>", "<|return|>"], special_tokens=True)
     number = None if token is None else tokenizer.convert_tokens_to_ids(token)
-    for content in ("m.content", "m.content | trim", "'<|im_start|>' + m.content | upper"):
-        turn = "{{ m.role }}\n{{ " + content + " }}" + closing
-        template = "{% for m in messages %}<|im_start|>" + turn + "{% endfor %}"
-        tokenizer.chat_template = template + "{% if add_generation_prompt %}A{% endif %}"
-        assert data.closing_token(tokenizer, {}) == number
-        tokenizer.chat_template = None
-        assert data.closing_token(tokenizer, {"chat_template": template}) == number
+    turn = "{{ m.role }}\n{{ " + content + " }}" + closing
+    template = "{% for m in messages %}<|im_start|>" + turn + "{% endfor %}"
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}A{% endif %}"
+    assert data.closing_token(tokenizer, {}) == number
+    tokenizer.chat_template = None
+    assert data.closing_token(tokenizer, {"chat_template": template}) == number
 
 
-def test_templates_that_write_no_answer_close_none(tokenizer):
-    for template in (USERS, "{{ raise_exception('no') }}", "{{ messages[1].content.no.no }}"):
-        assert data.closing_token(tokenizer, {"chat_template": template}) is None
+@pytest.mark.parametrize(
+    "template", [USERS, "{{ raise_exception('no') }}", "{{ messages[1].content.no.no }}"]
+)
+def test_templates_that_write_no_answer_close_none(tokenizer, template):
+    assert data.closing_token(tokenizer, {"chat_template": template}) is None
 
 
 def test_the_template_writes_the_only_begin_and_end_tokens():
@@ -916,17 +908,16 @@ def test_the_template_writes_the_only_begin_and_end_tokens():
     # To this tokenizer all other words are one.
     problems = [Problem(text, text, row=row) for row, text in enumerate(["hi", "one", "two"], 1)]
     assert len(encode(made, problems[:2])) == 2
-    with pytest.raises(SystemExit, match=r"2 of 2 rows .* the same prompt has another answer"):
-        encode(made, problems[1:])
-    sets = [encode(made, problems[:2]), encode(made, problems[2:])]
-    assert [len(part) for part in data.hold_out(*sets, 9)] == [1, 1]
+    says = "2 of 2 rows are left out (such as 2, 3), because the same prompt has another answer"
+    assert says in refusal(encode, made, problems[1:])
+    found = data.hold_out(encode(made, problems[:2]), encode(made, problems[2:]), 9)
+    assert [len(part) for part in found] == [1, 1]
 
 
 def test_a_prompt_as_long_as_the_context_leaves_room_is_used(tokenizer):
     problems = [Problem("Start with 23.", "23"), Problem("Start with 23, add 19.", "42", row=2)]
     longest = max(len(prompt_ids(tokenizer, problem.prompt)) for problem in problems)
-    lengths = [len(encode(tokenizer, problems, room=longest - less)) for less in (0, 1)]
-    assert lengths == [2, 1]
+    assert [len(encode(tokenizer, problems, room=longest - less)) for less in (0, 1)] == [2, 1]
 
 
 def copy_with_tokens(folder, count: int, **special):
@@ -972,9 +963,11 @@ def test_the_context_ends_where_positions_would_depend_on_the_longest_row(
     tmp_path, model_type, settings, context
 ):
     shutil.copytree(TINY, tmp_path / "model")
-    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16}
-    small |= {"model_type": model_type, "max_position_embeddings": 128, "vocab_size": 448}
-    small |= {"num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
+    small = {
+        "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16,
+        "model_type": model_type, "max_position_embeddings": 128, "vocab_size": 448,
+        "num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1,
+    }  # fmt: skip
     (tmp_path / "model/config.json").write_text(json.dumps(small | settings))
     assert data.load_tokenizer(str(tmp_path / "model"), "main", None, {})[1] == context
 
@@ -985,5 +978,6 @@ def test_a_model_that_brings_its_own_code_is_refused(tmp_path, monkeypatch):
     own = {"model_type": "own", "tokenizer_class": "Own"}
     own["auto_map"] = {"AutoConfig": "own.C", "AutoTokenizer": ["own.T", None]}
     files = {"config.json": own, "tokenizer_config.json": own}
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        data.load_tokenizer(changed_copy(tmp_path / "model", files), "main", None, {})
+    folder = changed_copy(tmp_path / "model", files)
+    said = refusal(data.load_tokenizer, folder, "main", None, {}, error=ValueError)
+    assert "trust_remote_code" in said

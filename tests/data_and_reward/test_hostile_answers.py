@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from support import ROOT
+from support import ROOT, refusal
 
 from common import answer_worker, answers, reward
 from common.answers import last_boxed
@@ -33,12 +33,9 @@ def grade(grader: Grader, texts: list[str], gold: str) -> list[float]:
     return grader.grade([box(text) for text in texts], [Problem("", gold)] * len(texts))
 
 
-def spell(text: str) -> str:
-    return "+".join(f"chr({ord(char)})" for char in text)
-
-
+PWNED = "+".join(f"chr({ord(char)})" for char in "pwned")
+OPEN = f"open({PWNED},chr(119))"
 # sympy's evalf writes this name into Python source and runs it, unless lambdify is refused.
-OPEN = f"open({spell('pwned')},chr(119))"
 LAMBDIFY = rf"\sum_{{n=0}}^{{\infty}} \frac{{\vec{{dot([1],[{OPEN}])}}^n}}{{n!}}"
 HOSTILE = [
     r"\int e^{e^{x}} dx", r"\int_0^1 e^{e^{x}} dx", "1e1000000000", "0.0000001^{99999999}",
@@ -85,8 +82,7 @@ def test_hostile_answers_earn_nothing_and_run_nothing(tmp_path, monkeypatch):
     own = Grader()
     for gold in ("7", ROOT_OF_7):
         grades = grade(own, HOSTILE, gold)
-        paid = [text for text, got in zip(HOSTILE, grades, strict=True) if got]
-        assert paid == []
+        assert [text for text, got in zip(HOSTILE, grades, strict=True) if got] == []
     assert not own._is_equal(LAMBDIFY, r"\sqrt{2}")  # whatever words a problem may have
     assert list(tmp_path.iterdir()) == []
     # To refuse lambdify costs no right answer.
@@ -113,9 +109,9 @@ def test_a_batch_of_endless_answers_has_a_limit(fresh, monkeypatch):
     assert grade(fresh, texts[3:4], ROOT_OF_7) == [1.0]
 
 
-LONG = [".", ",", " ", "1", "1 ", "1,000", "°", "and ", "**", "$", "a", "x=", "\\{", "\\text{a}"]
-LONG += ["\\boxed{", "\\boxed{1},", "{", "}", "\\", "1^", "1.\\overline{3}", "\\frac{\\text{", "("]
-LONG += [
+LONG = [
+    ".", ",", " ", "1", "1 ", "1,000", "°", "and ", "**", "$", "a", "x=", "\\{", "\\text{a}",
+    "\\boxed{", "\\boxed{1},", "{", "}", "\\", "1^", "1.\\overline{3}", "\\frac{\\text{", "(",
     "how many ", "in ", "_{1}", "_000", "twenty ", "√(", "~$", "\\circ ", "cm 1 and ", "{1}", "m/",
     "kWh ", "\\ln 2\\cdot ", "1:", "to ", "(x", "(x)", "<1", "\\pm ", "<think>", "</think>",
 ]  # fmt: skip
@@ -189,9 +185,9 @@ def test_forked_processes_have_workers_of_their_own():
 
 
 def test_memory_of_a_worker_is_limited(fresh):
-    limits = resource.prlimit(fresh._worker.pid, resource.RLIMIT_AS)
-    assert limits[0] == answer_worker.MEMORY_BYTES
     worker = fresh._worker
+    limit, _ = resource.prlimit(worker.pid, resource.RLIMIT_AS)
+    assert limit == answer_worker.MEMORY_BYTES
     texts = [r"\operatorname{zeros}(30000,30000)", r"\frac{56}{\sqrt{448}}"]
     assert grade(fresh, texts, ROOT_OF_7) == [0.0, 1.0]
     assert fresh._worker is worker
@@ -218,8 +214,7 @@ def test_an_interrupted_grade_leaves_no_reply_behind(fresh):
     os.kill(fresh._worker.pid, signal.SIGSTOP)  # it takes the pair and never answers
     stopped = fresh._worker
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        grade(fresh, [r"\frac{63}{\sqrt{567}}"], ROOT_OF_7)
+    refusal(grade, fresh, [r"\frac{63}{\sqrt{567}}"], ROOT_OF_7, error=KeyboardInterrupt)
     signal.signal(signal.SIGINT, before)
     stopped.kill()
     # Not the 1 of the pair before.
@@ -267,5 +262,5 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch, program):
     path.write_text(f"#!/bin/sh\n{program}\n")
     path.chmod(0o755)
     monkeypatch.setattr(reward.sys, "executable", str(path))
-    with pytest.raises(OSError, match="no grading worker: is math-verify installed"):
-        grade(Grader(), [r"\frac{14}{\sqrt{28}}"], ROOT_OF_7)
+    said = refusal(grade, Grader(), [r"\frac{14}{\sqrt{28}}"], ROOT_OF_7, error=OSError)
+    assert "no grading worker: is math-verify installed" in said

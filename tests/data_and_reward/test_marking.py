@@ -26,11 +26,10 @@ def pairs() -> list[dict]:
 def by_math_verify(pairs: list[dict]) -> list[bool]:
     """Returns the verdicts of its defaults. It looks for formulas, so the gold answers get $."""
     math_verify = pytest.importorskip("math_verify")
-    verdicts = []
-    for pair in pairs:
-        gold = math_verify.parse(f"${pair['gold']}$")
-        verdicts.append(math_verify.verify(gold, math_verify.parse(pair["completion"])))
-    return verdicts
+    parse = math_verify.parse
+    return [
+        math_verify.verify(parse(f"${pair['gold']}$"), parse(pair["completion"])) for pair in pairs
+    ]
 
 
 def by_trl(pairs: list[dict]) -> list[bool]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, refusal
 
 from common import reward
 from common.answers import last_boxed
@@ -67,8 +67,10 @@ def test_last_boxed(text, content):
 
 def test_half_of_a_list_is_not_right_and_its_order_does_not_matter():
     gold = last_boxed(r"$x = \boxed{3}$ or $x = \boxed{5}$")
-    texts = [r"$x = \boxed{5}$, or $x = \boxed{3}$", r"\boxed{3, 5}", r"\boxed{3}", r"\boxed{5}"]
-    texts += [r"\boxed{3} or \boxed{4}", r"\boxed{3}, \boxed{5} and \boxed{7}"]
+    texts = [
+        r"$x = \boxed{5}$, or $x = \boxed{3}$", r"\boxed{3, 5}", r"\boxed{3}", r"\boxed{5}",
+        r"\boxed{3} or \boxed{4}", r"\boxed{3}, \boxed{5} and \boxed{7}",
+    ]  # fmt: skip
     assert GRADER.grade(texts, [Problem("", gold)] * 6) == [1, 1, 0, 0, 0, 0]
 
 
@@ -278,9 +280,11 @@ def test_every_step_of_a_solution_must_be_right():
     own = Problem("23 + 19, and so on", "1084", (42, 1084), opening=0)
     assert GRADER.grade([text, text], [chain, own]) == [1.0, 0.0]
     assert GRADER.grade([text.removeprefix("We begin at 23. ")] * 2, [chain, own]) == [0.0, 1.0]
-    slips = [text.replace("42", "43"), text.replace("42", "42.5"), text.replace("42", "-42")]
-    slips += [text.replace("1,084", "184"), text.replace("Adding 19 gives 42. ", "")]
-    slips += [text.replace("{1084}", "{1085}"), text.replace("So \\boxed{1084}.", "")]
+    slips = [
+        text.replace("42", "43"), text.replace("42", "42.5"), text.replace("42", "-42"),
+        text.replace("1,084", "184"), text.replace("Adding 19 gives 42. ", ""),
+        text.replace("{1084}", "{1085}"), text.replace("So \\boxed{1084}.", ""),
+    ]  # fmt: skip
     assert GRADER.grade(slips, [chain] * len(slips)) == [0.0] * len(slips)
 
 
@@ -361,15 +365,6 @@ def called(function, problems=None, texts=("x", "yy"), logged=None) -> list[floa
     )
 
 
-def returns(values):
-    """Returns a reward function that returns these values."""
-
-    def function(**_):
-        return values
-
-    return function
-
-
 def test_reward_functions_come_from_dotted_paths_and_have_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -389,11 +384,10 @@ def test_reward_functions_come_from_dotted_paths_and_have_weights(tmp_path, monk
         (paths, [1.0, 2.0, 3.0, 4.0]),
         (paths, [1.0, 2.0, math.nan]),
     ):
-        with pytest.raises(SystemExit, match="must have different names"):
-            load_reward_funcs(wrong, weights)
+        assert "must have different names" in refusal(load_reward_funcs, wrong, weights)
     for wrong in ("prod", "math.pro", "no_such_module_of_test.prod"):
-        with pytest.raises(RuntimeError, match=f"the reward function {wrong} has"):
-            load_reward_funcs([wrong], None)
+        said = refusal(load_reward_funcs, [wrong], None, error=RuntimeError)
+        assert f"the reward function {wrong} has" in said
 
 
 def test_a_reward_module_neither_ends_the_program_nor_moves_it(tmp_path, monkeypatch):
@@ -406,8 +400,8 @@ def test_a_reward_module_neither_ends_the_program_nor_moves_it(tmp_path, monkeyp
     load_reward_funcs(["elsewhere_of_test.prod"], None)
     assert Path.cwd() == tmp_path
     (tmp_path / "leaves_of_test.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(RuntimeError, match=r"leaves_of_test.pay has ended the program"):
-        load_reward_funcs(["leaves_of_test.pay"], None)
+    said = refusal(load_reward_funcs, ["leaves_of_test.pay"], None, error=RuntimeError)
+    assert "leaves_of_test.pay has ended the program" in said
 
 
 def test_a_reward_function_gets_what_trl_gives_it():
@@ -456,11 +450,14 @@ KINDS_OF_NUMBERS = [
 ]  # fmt: skip
 
 
-def test_rewards_may_be_numbers_of_any_kind_and_none_is_no_judgement():
-    for values in KINDS_OF_NUMBERS:
-        assert called(returns(values)) == [1.0, 0.5]
-    assert called(returns([1, None]))[0] == 1.0
-    assert math.isnan(called(returns([1, None]))[1])
+@pytest.mark.parametrize("values", KINDS_OF_NUMBERS, ids=str)
+def test_rewards_may_be_numbers_of_any_kind(values):
+    assert called(lambda **_: values) == [1.0, 0.5]
+
+
+def test_none_is_no_judgement():
+    found = called(lambda **_: [1, None])
+    assert found == pytest.approx([1.0, math.nan], nan_ok=True)
 
 
 NO_REWARDS = [
@@ -471,8 +468,8 @@ NO_REWARDS = [
 
 @pytest.mark.parametrize("values", NO_REWARDS, ids=lambda values: str(values)[:20])
 def test_what_is_no_list_of_finite_numbers_is_refused(values):
-    with pytest.raises((RuntimeError, SystemExit), match="the reward function mine "):
-        called(returns(values))
+    said = refusal(called, lambda **_: values, error=(RuntimeError, SystemExit))
+    assert "the reward function mine " in said
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")
@@ -491,8 +488,8 @@ def test_a_reward_function_that_fails_exits_or_is_async_is_named():
         (lambda: [1, 2], "unexpected keyword"),
         (exits_later, "ended the program"),
     ):
-        with pytest.raises(RuntimeError, match=f"the reward function mine has .*{says}"):
-            called(function)
+        said = refusal(called, function, error=RuntimeError)
+        assert re.search(f"the reward function mine has .*{says}", said)
 
 
 def test_several_rewards_are_summed_by_their_weights():
@@ -501,7 +498,7 @@ def test_several_rewards_are_summed_by_their_weights():
 
     problems = [Problem("2 + 2?", "4", (), {"level": 3.0}), Problem("3?", "6", (), {"level": None})]
     problems.append(problems[1])
-    functions = {"level": level, "accuracy_reward": None, "none": returns([None] * 3)}
+    functions = {"level": level, "accuracy_reward": None, "none": lambda **_: [None] * 3}
     logged = {}
     texts = ["\\boxed{4}", "\\boxed{6}", "\\boxed{7}"]
     values = reward_values(functions, problems, texts, [[1], [1], [1]], logged)
@@ -510,8 +507,7 @@ def test_several_rewards_are_summed_by_their_weights():
     weights = torch.tensor([0.5, 2.0, 9.0], dtype=torch.float64)
     assert reward.weighted_sum(values, weights).tolist() == [3.5, 2.0, 0.0]
     assert reward.weighted_sum(values[:, 2:], weights[2:]).isnan().all()
-    figures = reward.log_means(logged)  # of what is judged
-    assert figures == {
+    assert reward.log_means(logged) == {  # of what is judged
         "sampled_completions": 3, "rewards/level/mean": 3.0,
         "rewards/accuracy_reward/mean": pytest.approx(2 / 3),
     }  # fmt: skip
@@ -556,5 +552,4 @@ def test_a_call_holds_whole_groups(run_main, tmp_path):
     )
     flags = {"per_device_rollout_batch_size": 3, "num_generations_eval": 2, "max_steps": 1}
     run_main(reward_funcs="groups_of_test_reward.f", **flags)
-    calls = (tmp_path / "calls.txt").read_text().splitlines()
-    assert set(calls) == {"[4]", "[4, 4]", "[2, 2]"}
+    assert {*(tmp_path / "calls.txt").read_text().split("\n")} == {"[4]", "[4, 4]", "[2, 2]", ""}

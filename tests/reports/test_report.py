@@ -89,8 +89,10 @@ def test_a_run_without_a_signal_says_so(run_main, caplog, tmp_path):
 def test_curves_are_those_of_the_log(tmp_path, monkeypatch):
     """Evaluations as they are, and updates pale, with their mean over a tenth of the run bold."""
     rows = [{"step": 0, "eval": {"sampled_accuracy": 0.25, "pass@2": 0.5, "rewards/pay": -3.0}}]
-    others = {"rewards/pay/mean": -4.0, "rewards/pay/$": 9.0, "kl": None, "grad_norm": 0.0}
-    others |= {"seconds_update": 2.0, "seconds_credit": 1.0, "own $\\frac": 1.0, "text": "a"}
+    others = {
+        "rewards/pay/mean": -4.0, "rewards/pay/$": 9.0, "kl": None, "grad_norm": 0.0,
+        "seconds_update": 2.0, "seconds_credit": 1.0, "own $\\frac": 1.0, "text": "a",
+    }  # fmt: skip
     rows += [{"step": step, "reward": float(step == 15)} | others for step in range(1, 41)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -112,8 +114,8 @@ def test_curves_are_those_of_the_log(tmp_path, monkeypatch):
         "seconds": ["seconds_update", "seconds_credit"],
         "own $\\frac": ["own $\\frac"],
     }
-    line = panels["share of problems solved"].get_lines()[0]
-    assert line.get_xydata().tolist() == [[0, 0.25]]
+    first, *_ = panels["share of problems solved"].get_lines()
+    assert first.get_xydata().tolist() == [[0, 0.25]]
     pale, bold = panels["reward"].get_lines()
     assert pale.get_ydata().tolist() == [float(step == 15) for step in range(1, 41)]
     smooth = [0.2 * (13 <= step <= 17) for step in range(1, 41)]

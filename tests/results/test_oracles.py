@@ -8,7 +8,7 @@ import sys
 import oracles
 import pytest
 import torch
-from support import TINY, TINY_RUN
+from support import TINY, TINY_RUN, command_line
 from transformers import AutoTokenizer
 
 import grpo_arca
@@ -75,8 +75,7 @@ def test_the_expected_gradient_is_that_of_the_chance_to_be_right(least_variance)
     d log p / d theta of a claim is 1 - h where it is right, and -h where it is wrong. The gradient
     of h_1 h_2 h_3 is (1 - h_c) h_1 h_2 h_3.
     """
-    group = oracles.Group(PROBLEM, [], CHANCES, torch.ones(3))
-    values = oracles.values_of(group)
+    values = oracles.values_of(oracles.Group(PROBLEM, [], CHANCES, torch.ones(3)))
     gradient = torch.zeros(3)
     for right, chance in outcomes():
         claims = [range(c, c + 1) for c in range(min(right + 1, 3))]
@@ -123,8 +122,7 @@ def test_continuations_are_counted_in_the_group_that_began_them(make_run):
 @pytest.mark.slow
 def test_an_oracle_trains(tmp_path):
     flags = TINY_RUN | {"output_dir": tmp_path, "max_steps": 2, "max_completion_length": 80}
-    argv = [f"--{name}={value}" for name, value in flags.items()]
-    command = [sys.executable, oracles.__file__, "--oracle=step_values", *argv]
+    command = [sys.executable, oracles.__file__, "--oracle=step_values", *command_line(flags)]
     subprocess.run(command, check=True, capture_output=True)
     rows = (tmp_path / "metrics.jsonl").read_text()
     assert rows.count('"grad_norm"') == 2

@@ -9,7 +9,7 @@ import sys
 import conftest
 import fork
 import pytest
-from support import RATIO, ROOT
+from support import RATIO, ROOT, refusal
 from test_readme import METHOD as README_METHOD
 from test_style import first_difference
 
@@ -78,14 +78,13 @@ def test_gaps_are_filled_with_grpos_functions_and_imports_are_taken_along(tmp_pa
     _, _, flags, *_, credit, _, _ = fork.MARK.split(fork.fork(tmp_path / "ratio.py"))
     assert credit.startswith(f"{others}\n\ndef surrogate_terms(")
     grpo = fork.statements(fork.MARK.split((ROOT / "methods/grpo.py").read_text())[2])
-    gaps = grpo.items() - fork.statements(credit).items()
-    assert [name for name, _ in gaps] == ["surrogate_terms"]
+    gaps = dict(grpo.items() - fork.statements(credit).items())
+    assert [*gaps] == ["surrogate_terms"]
     assert 'Literal["ratio"]' in flags and "sharpening" not in flags
 
 
 def test_no_method_replaces_a_script(run_tool, capsys):
-    with pytest.raises(SystemExit):
-        run_tool(fork, "x/strace.py")
+    refusal(run_tool, fork, "x/strace.py")
     assert "grpo_strace.py is one of the three scripts" in capsys.readouterr().err
 
 

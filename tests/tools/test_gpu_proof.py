@@ -14,16 +14,15 @@ GOALS = {"a": (2.0, 3.0), "b": (0.0, 1.0)}
 def test_figures_are_those_of_the_runs_bench_and_worth_of_a_part(tmp_path):
     (tmp_path / "run").mkdir()
     rows = [{"step": 0, "eval": {}}]
-    for seconds in (9.0, 1.0, 2.0):
-        rows.append({"loss": 0.0, "seconds_rollout": 1.0, "seconds_update": seconds})
-        rows[-1]["sampling_gap"] = seconds / 100
-    lines = [json.dumps(row) for row in rows]
-    (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
+    rows += [
+        {"loss": 0.0, "seconds_rollout": 1.0, "seconds_update": s, "sampling_gap": s / 100}
+        for s in (9.0, 1.0, 2.0)
+    ]
+    (tmp_path / "run/metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "run/summary.json").write_text('{"after": {"greedy_accuracy": 0.75}}')
-    speeds = {"x": [1.0, 4.0, 10.0], "y": [2.0, 12.0, 10.0]}
-    repeats = {}
-    for name, values in speeds.items():
-        repeats[name] = [{"step": v, "update": v, "tokens/s": v, "peak GiB": v} for v in values]
+    figures = ("step", "update", "tokens/s", "peak GiB")
+    repeats = {"x": [dict.fromkeys(figures, value) for value in (1.0, 4.0, 10.0)]}
+    repeats["y"] = [dict.fromkeys(figures, value) for value in (2.0, 12.0, 10.0)]
     (tmp_path / "bench.json").write_text(json.dumps({"repeats": repeats}))
     (tmp_path / "worth.csv").write_text("method,worth_low,verdict\nhalf,0.25,control: holds\n")
     (tmp_path / "count.json").write_text('{"a decode step": 7}')
@@ -48,8 +47,10 @@ def test_figures_are_those_of_the_runs_bench_and_worth_of_a_part(tmp_path):
 )
 def test_a_goal_holds_only_where_a_part_has_ended_well_on_a_gpu(part, status, gpus, verdicts):
     """Unless it needs none."""
-    figures = {"a": 2.5, "b": 1.5}
-    state = {"status": status, "seconds": 3, "hardware": {"gpus": gpus}, "figures": figures}
+    state = {
+        "status": status, "seconds": 3, "hardware": {"gpus": gpus},
+        "figures": {"a": 2.5, "b": 1.5},
+    }  # fmt: skip
     rows = gpu_proof.rows_of(Part(part, 9, "", GOALS), state)
     assert [row.split("|")[-2].strip() for row in rows] == verdicts
     assert rows[1].startswith("| | a | 2.5 | 2 to 3 |")
@@ -91,8 +92,8 @@ def test_parts_are_done_once_and_their_end_is_in_the_table(run_tool, tmp_path, m
     assert start()[:2] == ["bad: up to 20 s", "long: up to 1 s"]
     assert (folder / "count.txt").read_text() == "3\n"
 
-    report = json.loads((folder / "data/gpu_proof/gpu.json").read_text())
-    assert report["bad"]["command"] == "exit 3"
+    report = (folder / "data/gpu_proof/gpu.json").read_text()
+    assert json.loads(report)["bad"]["command"] == "exit 3"
 
     # What another machine has measured stays.
     monkeypatch.setattr(gpu_proof, "PARTS", [*parts, Part("new", 20, "exit 4", {})])

@@ -60,16 +60,9 @@ def test_a_trial_of_a_method_a_flag_and_a_reward_of_ones_own_outlives_a_kill(tmp
     (tmp_path / "prompts.jsonl").write_text(rows)
     flags = TINY_RUN | {"dataset_name": "prompts.jsonl", "reward_funcs": "variety.pay"}
     command = [
-        sys.executable,
-        "-c",
-        START,
-        "ratio.py --share 0.2",
-        "--seeds",
-        "2",
-        "--batches",
-        "0",
-    ]
-    command += ["--", *command_line(flags)]
+        sys.executable, "-c", START, "ratio.py --share 0.2", "--seeds", "2", "--batches", "0", "--",
+        *command_line(flags),
+    ]  # fmt: skip
     killed = subprocess.Popen(command, cwd=tmp_path)
     while not list(tmp_path.glob("trials/*/*/metrics.jsonl")):
         time.sleep(0.1)

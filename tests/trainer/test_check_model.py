@@ -1,7 +1,6 @@
 """Models that are not what they seem are found before the first step."""
 
 import ctypes
-import json
 import os
 import runpy
 import shutil
@@ -16,7 +15,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
-from support import TOKENIZER, few_chains, refusal, save_model
+from support import TOKENIZER, changed_copy, few_chains, refusal, save_model
 
 import common.policy
 import grpo_arca
@@ -52,7 +51,7 @@ def check(folder: Path | str, *flags: str) -> grpo_arca.Run:
 
 
 def refused(folder: Path | str, *flags: str) -> str:
-    return refusal(lambda: check(folder, *flags))
+    return refusal(check, folder, *flags)
 
 
 # ---- Log-probs that are not the model's own ------------------------------------------------------
@@ -108,8 +107,10 @@ def test_missing_weights_are_refused_by_name(copied, name):
     assert f"{copied} lacks weights: {name}" in refused(copied)
 
 
-EXTRA = ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.k_norm.weight"]
-EXTRA += ["model.layers.1.self_attn.q_proj.bias", "layers.11.input_layernorm.weight"]
+EXTRA = [
+    "model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.k_norm.weight",
+    "model.layers.1.self_attn.q_proj.bias", "layers.11.input_layernorm.weight",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXTRA)
@@ -165,8 +166,8 @@ def test_a_base_that_was_quantized_by_another_method_is_refused(llama):
     loading: dict[str, list] = {"missing_keys": [], "unexpected_keys": []}
     common.policy.check_base(model, loading, None)
     model.is_quantized = True
-    sentence = refusal(lambda: common.policy.check_base(model, loading, None))
-    assert "is quantized already, and not as --load_in_4bit" in sentence
+    said = refusal(common.policy.check_base, model, loading, None)
+    assert "is quantized already, and not as --load_in_4bit" in said
 
 
 # ---- Layers that get an adapter ------------------------------------------------------------------
@@ -177,28 +178,28 @@ def test_targets_are_all_found_or_refused(llama):
     ends = {name.partition(".layers.")[2] for name in names}
     assert ends == {"0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj"}
     for wrong in ("query", "proj", "all-linear"):
-        sentence = refused(llama, "--lora_target_modules", "q_proj", wrong)
-        assert "not all of --lora_target_modules" in sentence
+        said = refused(llama, "--lora_target_modules", "q_proj", wrong)
+        assert "not all of --lora_target_modules" in said
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_a_matrix_of_both_input_and_output_gets_no_adapter(llama, copied, target):
+def test_a_matrix_of_both_input_and_output_gets_no_adapter(llama, tmp_path, target):
     """Merging one moved log-probs by 2 to 16 nats."""
     if target == "lm_head":
         check(llama, "--lora_target_modules", "q_proj", target)  # one of two matrices
-    path = copied / "config.json"
-    config = json.loads(path.read_text()) | {"tie_word_embeddings": True}
-    path.write_text(json.dumps(config))
-    change_weights(copied, lambda weights: weights.pop("lm_head.weight"))
-    sentence = refused(copied, "--lora_target_modules", "q_proj", target)
-    assert "one matrix is input and output" in sentence
+    tied = changed_copy(tmp_path / "tied", {"config.json": {"tie_word_embeddings": True}}, llama)
+    change_weights(Path(tied), lambda weights: weights.pop("lm_head.weight"))
+    said = refused(tied, "--lora_target_modules", "q_proj", target)
+    assert "one matrix is input and output" in said
 
 
 def test_a_vision_tower_gets_no_adapter(tmp_path):
     """It gets no gradient, and DDP would wait for one."""
     text = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
     config = transformers.Gemma3Config(text_config=text, vision_config=vision)
     run = check(save_model(tmp_path, config), "--load_in_4bit", "False")
     names = [name for name, module in run.model.named_modules() if hasattr(module, "lora_A")]
@@ -244,7 +245,5 @@ def test_what_only_linux_has_ends_no_run(monkeypatch, capsys):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setattr(sys, "argv", ["grpo_arca.py", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(grpo_arca.__file__, run_name="__main__")
-    assert ended.value.code == 0
+    assert refusal(runpy.run_path, grpo_arca.__file__, run_name="__main__") == "0"
     assert "--model_name_or_path" in capsys.readouterr().out

@@ -71,7 +71,7 @@ def test_a_fused_norm_that_is_wrong_for_the_models_numbers_is_refused(make_run):
     grpo_arca.check_model(run)
     for norm in layers_with(grpo_arca.fused_norm, run.model):
         norm.forward = functools.partial(WRONG["centered"], norm)
-    assert "is not supported: log-probs here are" in refusal(lambda: grpo_arca.check_model(run))
+    assert "is not supported: log-probs here are" in refusal(grpo_arca.check_model, run)
 
 
 # ---- Adapters ------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """What only a GPU can show: captured steps compute what eager ones do, in bf16 too."""
 
+from unittest import mock
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -26,14 +28,8 @@ def test_captured_steps_sample_what_eager_ones_do(make_run, monkeypatch, weights
     """Also after the adapter has changed, and while completions end and tensors become smaller."""
     run = make_run(dtype=dtype, rollout_weights=weights)
     assert run.eos_ids.is_cuda
-    captures = []
-    graph = torch.cuda.CUDAGraph
-
-    def counted():
-        captures.append(1)
-        return graph()
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", counted)
+    capture = mock.Mock(wraps=torch.cuda.CUDAGraph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", capture)
     for scale in (0.0, 0.05):
         randomize_adapter(run.model, scale)
         samples = []
@@ -41,5 +37,5 @@ def test_captured_steps_sample_what_eager_ones_do(make_run, monkeypatch, weights
             samples.append(sample(run, problems_of(run, 64), fixed_draws(64, 80)))
         assert samples[0].completion_ids == samples[1].completion_ids
         torch.testing.assert_close(samples[0].sampled_logp, samples[1].sampled_logp)
-    assert len(captures) > 2  # more than one a rollout: it went on in smaller tensors
+    assert capture.call_count > 2  # more than one a rollout: it went on in smaller tensors
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # it may give NaN gradients

@@ -61,8 +61,7 @@ def test_a_rollout_changes_no_gradient(make_run):
     before = gradient_of(run, grpo_arca.training_forward(run, batch).sum())
     sample(run, problems_of(run), fixed_draws(4, 24))
     grpo_arca.score(run, batch, [batch], {})
-    after = gradient_of(run, grpo_arca.training_forward(run, batch).sum())
-    assert torch.equal(before, after)
+    assert torch.equal(before, gradient_of(run, grpo_arca.training_forward(run, batch).sum()))
     flags = [getattr(m, "support_avx512bf16_for_cpu", None) for m in run.model.modules()]
     assert flags.count(False) == 28 and True not in flags
 
@@ -71,6 +70,5 @@ def test_the_base_is_nf4_and_only_the_adapter_trains(make_run):
     run = make_run()
     names = [name for name, p in run.model.named_parameters() if p.requires_grad]
     assert len(names) == 56 and all("lora_" in name for name in names)
-    layers = [m for m in run.model.modules() if hasattr(m, "compute_dtype")]
-    states = [layer.weight.quant_state for layer in layers]
+    states = [m.weight.quant_state for m in run.model.modules() if hasattr(m, "compute_dtype")]
     assert len(states) == 28 and all(s.quant_type == "nf4" and s.nested for s in states)

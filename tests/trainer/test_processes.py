@@ -137,12 +137,9 @@ def test_a_run_on_two_processes_is_the_run_on_one(ran):
 
     There is one held-out problem, so the second process has none to evaluate.
     """
-    rows = []
-    adapters = []
-    for out in (ran / "run-1/out", ran / "run-2/out"):
-        rows.append(read_jsonl(out / "metrics.jsonl"))
-        adapters.append(load_file(out / "adapter/adapter_model.safetensors"))
-    one, two = rows
+    outs = (ran / "run-1/out", ran / "run-2/out")
+    one, two = (read_jsonl(out / "metrics.jsonl") for out in outs)
+    adapters = [load_file(out / "adapter/adapter_model.safetensors") for out in outs]
     assert all(row["grad_norm"] > 0 for row in one if "reward" in row)
     for ours, theirs in zip(two, one, strict=True):
         for name in theirs:
@@ -189,5 +186,5 @@ def test_half_a_group_on_a_process_is_refused(make_run, monkeypatch):
     """A reward or credit over a group would see half of it."""
     make_run(per_device_train_batch_size=12)  # three groups, which one process may hold
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    sentence = refusal(lambda: make_run(per_device_train_batch_size=6))
-    assert "--num_generations must divide a process's 6 completions" in sentence
+    sentence = "--num_generations must divide a process's 6 completions"
+    assert sentence in refusal(make_run, per_device_train_batch_size=6)

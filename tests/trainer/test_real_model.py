@@ -23,8 +23,10 @@ METHODS = [(grpo_arca, "arca"), (grpo_oar, "oar_g"), (grpo_oar, "oar_p"), (grpo_
 @pytest.fixture(scope="module")
 def rollout(smollm2, make_run):
     """rollout(dtype) -> a Run on SmolLM2, with an adapter that acts, and a rollout of its sums."""
-    flags = {"dataset_name": f"{smollm2}/sums.jsonl", "max_completion_length": 28}
-    flags |= {"per_device_train_batch_size": 4, "gradient_checkpointing": False}
+    flags = {
+        "dataset_name": f"{smollm2}/sums.jsonl", "max_completion_length": 28,
+        "per_device_train_batch_size": 4, "gradient_checkpointing": False,
+    }  # fmt: skip
 
     @functools.cache
     def collect(dtype):
@@ -39,8 +41,8 @@ def test_greedy_decoding_equals_transformers(rollout):
     problems = run.held_out[:2]
     expected = greedy_tokens(run, problems, 28)
     for run.args.rollout_weights in ("dense", "quantized"):
-        batch = sample(run, problems, torch.zeros(2, 28), is_greedy=True)
-        assert batch.completion_ids == expected
+        found = sample(run, problems, torch.zeros(2, 28), is_greedy=True).completion_ids
+        assert found == expected
 
 
 @pytest.mark.parametrize(

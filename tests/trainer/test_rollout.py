@@ -9,12 +9,6 @@ from support import TOKENIZER, changed_copy, fixed_draws, greedy_tokens, problem
 import grpo_arca
 
 
-def completions_of(batch) -> list[list[int]]:
-    """Returns the tokens of each completion."""
-    pairs = zip(batch.ids[:, batch.prompt_width :], batch.mask, strict=True)
-    return [ids[is_token].tolist() for ids, is_token in pairs]
-
-
 # ---- Tokens --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [5, 448, 5000])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
@@ -65,7 +59,7 @@ def test_greedy_decoding_equals_transformers(make_run, weights):
     problems = problems_of(run)
     batch = sample(run, problems, torch.zeros(4, 24), is_greedy=True)
     expected = greedy_tokens(run, problems, 24)
-    assert completions_of(batch) == expected
+    assert batch.completion_ids == expected
     assert batch.truncated.tolist() == [ids[-1] != 2 for ids in expected]
 
 
@@ -92,17 +86,12 @@ def test_sampled_log_probs_are_the_stock_models_whatever_is_sampled_together(
         trained, _ = run.policy(whole)
     for ours, truth in ((whole.sampled_logp, logp), (trained, logp), (whole.entropy, entropy)):
         torch.testing.assert_close(ours, truth, atol=1e-4, rtol=0)
-    sizes = []
-    inner = grpo_arca.decode
-
-    def decode(run, prompts, draws, is_greedy):
-        sizes.append(len(prompts))
-        return inner(run, prompts, draws, is_greedy)
-
+    decode = mock.Mock(wraps=grpo_arca.decode)
     monkeypatch.setattr(grpo_arca, "decode", decode)
     run.args.per_device_rollout_batch_size = 3
     backwards = sample(run, problems[::-1], draws.flip(0))
-    assert sizes == [3, 3, 2] and backwards.prompt_width == whole.prompt_width
+    assert [len(call.args[1]) for call in decode.call_args_list] == [3, 3, 2]
+    assert backwards.prompt_width == whole.prompt_width
     for name in ("ids", "attention", "truncated"):
         assert torch.equal(getattr(backwards, name).flip(0), getattr(whole, name)), name
     torch.testing.assert_close(
@@ -163,11 +152,11 @@ def test_a_completion_ends_at_its_first_stop_token_and_no_other_token_vanishes(
 
     monkeypatch.setattr(grpo_arca, "decode", decode)
     batch = sample(run, problems_of(run, 1) * 4, ones)
+    assert batch.completion_ids == [[301, 2], [302, 1, 0], [2], [301, 302, 303, 304]]
     assert batch.mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
     assert batch.truncated.tolist() == [False, False, False, True]
     assert batch.ids[0, batch.prompt_width :].tolist() == [301, 2, 2, 2]
     assert torch.equal(batch.sampled_logp, batch.mask.float())
-    assert batch.completion_ids == completions_of(batch)
     assert run.tokenizer.decode([302, 1], skip_special_tokens=True) == "as"
     assert batch.texts == ["\\b", "as<|im_start|>", "", "\\basd{em"]
 
@@ -193,30 +182,17 @@ def test_the_token_that_closes_a_turn_ends_a_completion(make_run, tmp_path):
     assert all(ids[-1] == end for ids in batch.completion_ids)
 
 
-def test_a_group_that_is_drawn_again_has_another_problem_also_without_shuffling(make_run):
-    run = make_run(shuffle_dataset=False, max_completion_length=4)
-    first, again = (grpo_arca.sample_attempt(run, torch.arange(8), n, {}) for n in (0, 1))
-    assert first.problems == [run.train_set[0]] * 4 + [run.train_set[1]] * 4
-    assert again.problems[0] != first.problems[0] and again.problems[4] != first.problems[4]
-
-
 def test_every_sample_of_an_evaluation_has_a_stream_of_its_own(make_run, monkeypatch):
     """Also where it takes more samples of a problem than a rollout; the next one has the same."""
     run = make_run(num_generations=2, num_generations_eval=5, max_completion_length=4)
     run.held_out = run.held_out[:3]
     run.log = mock.Mock()
     run.bar = mock.Mock()
-    inner = grpo_arca.sample
-    used = []
-
-    def watched(run, rows, problems, draws, *more, **how):
-        used.append(draws)
-        return inner(run, rows, problems, draws, *more, **how)
-
+    watched = mock.Mock(wraps=grpo_arca.sample)
     monkeypatch.setattr(grpo_arca, "sample", watched)
     grpo_arca.evaluate(run)
     grpo_arca.evaluate(run)
-    greedy, sampled, *again = used
+    greedy, sampled, *again = (call.args[3] for call in watched.call_args_list)
     assert len(greedy) == 3 and len(sampled.unique(dim=0)) == len(sampled) == 3 * 5
     assert torch.equal(sampled, again[1])
 

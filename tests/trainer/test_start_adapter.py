@@ -63,8 +63,7 @@ def test_the_policy_and_its_reference_are_the_adapter(start, tmp_path, variant):
     folder = make_adapter(tmp_path / "start", **VARIANTS[variant])
     run = start(folder, load_in_4bit=False, dtype="float32", beta=0.1, credit="arca", lora_r=4)
     saved = load_file(Path(folder, WEIGHTS))
-    ours = run.adapter
-    assert {name.replace(".default", "") for name in ours} == saved.keys()
+    assert {name.replace(".default", "") for name in run.adapter} == saved.keys()
     # Flags say what is trained: config.json and the adapter's card show them.
     flags = {f"lora_{name.removeprefix('lora_')}": value for name, value in ADAPTER.items()}
     assert flags.items() <= vars(run.args).items()
@@ -93,13 +92,13 @@ def test_the_policy_and_its_reference_are_the_adapter(start, tmp_path, variant):
 @pytest.mark.slow
 def test_a_runs_own_adapter_is_a_start(run_main, tmp_path):
     """A curriculum is two commands: the second begins where the first ended."""
-    flags = {"max_completion_length": 64, "max_eval_samples": 4, "learning_rate": 0.02}
-    flags |= {"credit": "uniform", "num_generations_eval": 2}
+    flags = {
+        "max_completion_length": 64, "max_eval_samples": 4, "learning_rate": 0.02,
+        "credit": "uniform", "num_generations_eval": 2,
+    }  # fmt: skip
     assert run_main(**flags, max_steps=2)[0] == 0
-    code, _, _ = run_main(
-        **flags, start_adapter="out/adapter", output_dir="second", max_steps=0
-    )  # fmt: skip
-    assert code == 0
+    second = {"start_adapter": "out/adapter", "output_dir": "second", "max_steps": 0}
+    assert run_main(**flags, **second)[0] == 0
     evaluations = []
     texts = []
     for folder in ("out", "second"):
@@ -125,7 +124,7 @@ UNSUPPORTED = {
 def test_a_variant_that_rollouts_do_not_apply_is_refused(start, tmp_path, variant):
     """Rollouts would come from another policy than the one that is trained."""
     folder = make_adapter(tmp_path / "variant", **UNSUPPORTED[variant])
-    assert f"{folder} trains biases, or is a variant" in refusal(lambda: start(folder))
+    assert f"{folder} trains biases, or is a variant" in refusal(start, folder)
 
 
 def test_trained_biases_are_refused(start, tmp_path):
@@ -136,15 +135,14 @@ def test_trained_biases_are_refused(start, tmp_path):
     )  # fmt: skip
     base = str(save_model(tmp_path / "base", config))
     folder = make_adapter(tmp_path / "biases", base, bias="lora_only")
-    sentence = refusal(lambda: start(folder, model=base))
-    assert f"{folder} trains biases" in sentence
+    assert f"{folder} trains biases" in refusal(start, folder, model=base)
 
 
 def test_whole_modules_are_trained_in_float32_alone(start, tmp_path):
     """In bf16 a step changes one entry in a hundred; the rest is rounded away."""
     folder = make_adapter(tmp_path / "head", modules_to_save=["lm_head"])
     assert any("lm_head" in name for name in start(folder).adapter)
-    assert "set --dtype float32" in refusal(lambda: start(folder, dtype="bfloat16"))
+    assert "set --dtype float32" in refusal(start, folder, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("place", [None, "layers.99"])
@@ -158,8 +156,7 @@ def test_weights_that_are_missing_or_of_no_layer_are_refused(start, adapter, tmp
     else:
         weights[name.replace("layers.0", place)] = weights[name].clone()
     save_file(weights, folder / WEIGHTS)
-    sentence = refusal(lambda: start(folder))
-    assert f"{folder} has weights that the model lacks, or lacks some" in sentence
+    assert f"{folder} has weights that the model lacks, or lacks some" in refusal(start, folder)
 
 
 @pytest.mark.parametrize(
@@ -167,28 +164,27 @@ def test_weights_that_are_missing_or_of_no_layer_are_refused(start, adapter, tmp
 )
 def test_flags_that_contradict_the_adapter_are_refused(start, adapter, flags):
     """Also where they name the default of a new adapter."""
-    assert "leave these flags out" in refusal(lambda: start(adapter, **flags))
+    assert "leave these flags out" in refusal(start, adapter, **flags)
 
 
-@pytest.mark.parametrize("name", ["chat_template", "eos_token"])
-def test_another_template_or_end_than_the_bases_is_refused(start, adapter, tmp_path, name):
+def test_another_end_than_the_bases_is_refused(start, adapter, tmp_path):
     folder = shutil.copytree(adapter, tmp_path / "start")
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.save_pretrained(folder)  # as the trainers of transformers and TRL do
     start(folder)
-    setattr(tokenizer, name, {"chat_template": "Answer: ", "eos_token": "<pad>"}[name])
+    tokenizer.eos_token = "<pad>"
     tokenizer.save_pretrained(folder)
-    assert "another chat template or end token" in refusal(lambda: start(folder))
+    assert "another chat template or end token" in refusal(start, folder)
 
 
-def test_an_adapters_own_template_may_be_given(start, adapter, tmp_path):
+def test_an_adapters_own_template_is_refused_unless_it_is_given(start, adapter, tmp_path):
     folder = shutil.copytree(adapter, tmp_path / "start")
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %} Answer: "
     tokenizer.save_pretrained(folder)
-    assert '--chat_template_kwargs {"chat_template": ...}' in refusal(lambda: start(folder))
-    keywords = json.dumps({"chat_template": tokenizer.chat_template})
-    run = start(folder, chat_template_kwargs=keywords)
+    assert '--chat_template_kwargs {"chat_template": ...}' in refusal(start, folder)
+    keywords = {"chat_template": tokenizer.chat_template}
+    run = start(folder, chat_template_kwargs=json.dumps(keywords))
     assert run.tokenizer.decode(run.train_set[0].prompt_ids).endswith(" Answer: ")
 
 
@@ -197,7 +193,7 @@ def test_an_adapter_of_another_type_is_named(start, adapter, tmp_path):
     (folder / "adapter_config.json").write_text(
         '{"peft_type": "IA3", "target_modules": ["k_proj"]}'
     )
-    assert f"{folder} is an adapter of the type IA3" in refusal(lambda: start(folder))
+    assert f"{folder} is an adapter of the type IA3" in refusal(start, folder)
 
 
 def test_an_adapter_beside_the_base_is_refused(make_run, adapter, tmp_path):
@@ -205,4 +201,4 @@ def test_an_adapter_beside_the_base_is_refused(make_run, adapter, tmp_path):
     folder = shutil.copytree(TINY, tmp_path / "both")
     for name in ("adapter_config.json", WEIGHTS):
         shutil.copy(Path(adapter, name), folder)
-    assert f"{folder} also holds an adapter" in refusal(lambda: make_run(model=str(folder)))
+    assert f"{folder} also holds an adapter" in refusal(make_run, model=folder)

@@ -24,8 +24,7 @@ def answer_of_card(card: Path) -> str:
 
 def last_greedy_answer(out: Path) -> str:
     """Returns the answer to the first held-out problem in a run's last evaluation."""
-    rows = read_jsonl(out / "completions.jsonl")
-    greedy = [row for row in rows if row["kind"] == "greedy"]
+    greedy = [row for row in read_jsonl(out / "completions.jsonl") if row["kind"] == "greedy"]
     return next(row["completion"] for row in greedy if row["step"] == greedy[-1]["step"])
 
 
@@ -89,8 +88,10 @@ def test_the_adapters_card_answers_as_the_run_did(run_main, rows_of, tmp_path, k
     """At a rate at which the adapter counts. It loads from wherever it is."""
     rows = [{"prompt": CHAT, "answer": "21"}, {"prompt": CHAT[:1], "answer": "21"}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = {"max_steps": 1, "learning_rate": 0.05, "warmup_steps": 0, "max_completion_length": 48}
-    flags |= {"reward_funcs": "variety.pay", "lora_target_modules": ["q_proj", "down_proj"]}
+    flags = {
+        "max_steps": 1, "learning_rate": 0.05, "warmup_steps": 0, "max_completion_length": 48,
+        "reward_funcs": "variety.pay", "lora_target_modules": ["q_proj", "down_proj"],
+    }  # fmt: skip
     (tmp_path / "variety.py").write_text(VARIETY.replace(" // 8", ""))  # differs in every group
     if kind.endswith("dated"):
         flags["model_name_or_path"] = shutil.copytree(TINY, tmp_path / "base")
