@@ -450,7 +450,7 @@ KINDS_OF_NUMBERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("values", KINDS_OF_NUMBERS, ids=str)
+@pytest.mark.parametrize("values", KINDS_OF_NUMBERS, ids=range(len(KINDS_OF_NUMBERS)))
 def test_rewards_may_be_numbers_of_any_kind(values):
     assert called(lambda **_: values) == [1.0, 0.5]
 
