@@ -222,7 +222,7 @@ def rows_of(part: Part, state: dict[str, Any]) -> list[str]:
         lacks_gpu = gpu == NO_GPU and part.name != "count"
         if state["status"] != "done" or lacks_gpu or (low, high) == ANY:
             verdict = ""
-        rows.append(f"| | {figure} | {value:,.4g} | {low:.3g} to {high:.3g} | {verdict} |")
+        rows.append(f"| | {figure} | {value:,.4g} | {low:,.5g} to {high:,.5g} | {verdict} |")
     return rows
 
 
