@@ -69,8 +69,8 @@ def run_case(module, run, gradients: list[torch.Tensor]) -> dict[str, Any]:
     for run.args.loss_type in LOSSES:
         rows += [module.update(run, update) for update in updates]
     own = list(zip(batch.rows.tolist(), batch.completion_ids, batch.advantages, strict=True))
-    samples = sorted(module.gather_object(own))
-    return {"samples": samples, "gradients": list(gradients), "rows": rows}
+    order = sorted(module.gather_object(own))
+    return {"samples": order, "gradients": list(gradients), "rows": rows}
 
 
 def main() -> None:

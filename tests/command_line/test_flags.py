@@ -198,8 +198,8 @@ def test_the_embedded_policy_has_its_own_defaults_wherever_it_lies(tmp_path):
 def test_a_base_whose_files_are_links_keeps_its_own_path(tmp_path):
     """As in the Hub's cache, where they lead to a folder that is no model."""
     (tmp_path / "config.json").symlink_to(Path(TINY, "config.json"))
-    argv = ["--model_name_or_path", str(tmp_path)]
-    assert grpo_arca.parse_args(argv).model_name_or_path == str(tmp_path)
+    args = grpo_arca.parse_args(["--model_name_or_path", str(tmp_path)])
+    assert args.model_name_or_path == str(tmp_path)
 
 
 # ---- What is refused at once ---------------------------------------------------------------------

@@ -116,8 +116,8 @@ def test_each_group_has_its_lines_and_each_pair_its_dots(tmp_path):
     compare.draw(found, compare.differences(found), tmp_path / "c.png")
     figure = compare.plt.gcf()
     left, right = figure.axes
-    names = [text.get_text()[:8] for text in figure.legends[0].get_texts()]
-    assert names == ["1  arca-", "2  oar-1"]
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [text[:8] for text in texts] == ["1  arca-", "2  oar-1"]
     assert left.lines[3].get_ydata() == pytest.approx([0.3, 0.4, 0.7])  # the mean of three
     assert right.lines[1].get_xdata() == pytest.approx([0.3, 0.2])  # after the line at 0
 

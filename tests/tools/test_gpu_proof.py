@@ -92,8 +92,8 @@ def test_parts_are_done_once_and_their_end_is_in_the_table(run_tool, tmp_path, m
     assert start()[:2] == ["bad: up to 20 s", "long: up to 1 s"]
     assert (folder / "count.txt").read_text() == "3\n"
 
-    report = (folder / "data/gpu_proof/gpu.json").read_text()
-    assert json.loads(report)["bad"]["command"] == "exit 3"
+    report = json.loads((folder / "data/gpu_proof/gpu.json").read_text())
+    assert report["bad"]["command"] == "exit 3"
 
     # What another machine has measured stays.
     monkeypatch.setattr(gpu_proof, "PARTS", [*parts, Part("new", 20, "exit 4", {})])

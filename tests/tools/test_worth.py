@@ -128,8 +128,8 @@ def test_figures_of_gradients_made_to_measure():
         assert row["worth"] == pytest.approx(size, rel=0.15), name
         assert row["direction"] == pytest.approx(direction, abs=0.05), name
     units = rng.uniform(0.01, 100, 300)
-    seen = [worth.as_adam_sees(gradients) for gradients in (made["turned"], made["turned"] * units)]
-    assert seen[1] == pytest.approx(seen[0])
+    in_other_units = worth.as_adam_sees(made["turned"] * units)
+    assert in_other_units == pytest.approx(worth.as_adam_sees(made["turned"]))
 
 
 def test_completions_put_the_control_at_one_half():

@@ -41,8 +41,8 @@ def test_greedy_decoding_equals_transformers(rollout):
     problems = run.held_out[:2]
     expected = greedy_tokens(run, problems, 28)
     for run.args.rollout_weights in ("dense", "quantized"):
-        found = sample(run, problems, torch.zeros(2, 28), is_greedy=True).completion_ids
-        assert found == expected
+        batch = sample(run, problems, torch.zeros(2, 28), is_greedy=True)
+        assert batch.completion_ids == expected
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,8 @@ def test_a_tracker_goes_on_with_its_run_from_the_step_of_the_checkpoint(
 def first(make_run, tmp_path_factory):
     """A run with a checkpoint-1 in its folder. It starts from an adapter."""
     folder = tmp_path_factory.mktemp("first")
-    flags = {"output_dir": folder / "out", "start_adapter": make_adapter(folder / "adapter")}
-    run = make_run(adapter=None, **flags)
+    adapter = make_adapter(folder / "adapter")
+    run = make_run(output_dir=folder / "out", start_adapter=adapter, adapter=None)
     (folder / "out").mkdir()
     grpo_arca.update(run, [random_batch()])  # so that the optimizer has a state
     run.step = 1
@@ -278,8 +278,8 @@ def test_what_only_steers_training_may_change(again, first, tmp_path, capsys):
     assert "'learning_rate': 0.001" in capsys.readouterr().out
     for ours, theirs in zip(run.model.parameters(), first.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    rate = grpo_arca.update(run, [random_batch()])["learning_rate"]
-    assert rate == pytest.approx(1e-3 * 2 / 3)  # the second of three of warm-up
+    row = grpo_arca.update(run, [random_batch()])
+    assert row["learning_rate"] == pytest.approx(1e-3 * 2 / 3)  # the second of three of warm-up
 
 
 def test_another_programs_checkpoint_is_not_called_damaged(again, tmp_path):
@@ -326,8 +326,8 @@ def test_the_latest_and_the_best_checkpoint_are_kept(first, tmp_path, monkeypatc
     for step in (8, 9, 10, 11):
         monkeypatch.setattr(first, "step", step)
         grpo_arca.save_checkpoint(first)
-    names = ["checkpoint-10", "checkpoint-11", "checkpoint-2-good", "checkpoint-8"]
-    assert sorted(os.listdir(tmp_path)) == names
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"checkpoint-2-good", "checkpoint-8", "checkpoint-10", "checkpoint-11"}
     assert grpo_arca.checkpoints(str(tmp_path))[-1] == 11
-    files = {"adapter_config.json", "adapter_model.safetensors", "state.pt"}
-    assert files <= {*os.listdir(tmp_path / "checkpoint-11")}
+    files = {path.name for path in (tmp_path / "checkpoint-11").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "state.pt"} <= files

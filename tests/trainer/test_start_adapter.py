@@ -183,8 +183,8 @@ def test_an_adapters_own_template_is_refused_unless_it_is_given(start, adapter, 
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %} Answer: "
     tokenizer.save_pretrained(folder)
     assert '--chat_template_kwargs {"chat_template": ...}' in refusal(start, folder)
-    keywords = {"chat_template": tokenizer.chat_template}
-    run = start(folder, chat_template_kwargs=json.dumps(keywords))
+    keywords = json.dumps({"chat_template": tokenizer.chat_template})
+    run = start(folder, chat_template_kwargs=keywords)
     assert run.tokenizer.decode(run.train_set[0].prompt_ids).endswith(" Answer: ")
 
 
