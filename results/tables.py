@@ -11,6 +11,7 @@ function of that name makes it. In results/data/tables/ the program leaves
     differences.png  the same at the end of training for the main methods, with a dot for each seed.
                      All panels have one scale
     curves.png       the mean learning curves of the main methods none of whose runs failed
+    weights.png      how far each weight of wrong answers ends above weight 1, which is GRPO
 
 A method is compared with runs of GRPO on the same seeds, with as many updates a rollout and the
 same learning rate. The *area* is the mean height of a learning curve, the *end* its last point.
@@ -41,7 +42,13 @@ DATA = ROOT / "results/data"
 OUTPUT = DATA / "tables"
 PAGES = [
     ROOT / page
-    for page in ("README.md", "methods/README.md", "results/README.md", "results/gradients.md")
+    for page in (
+        "README.md",
+        "methods/README.md",
+        "results/README.md",
+        "results/gradients.md",
+        "results/wrong_answers.md",
+    )
 ]
 TITLES = {
     "wrong_policy": "wrong policy",
@@ -75,7 +82,15 @@ PLANNED = (*COMPARED, "ARCA, p = 2", OAR_ON_RIGHT)  # rows on the wrong policy
 SAME_AS_GRPO = "GRPO, its KL logged"
 RIVAL = "methods/"  # how the names of methods begin whose figures have a page of their own
 FEWEST_SEEDS = 3  # for an interval
-RIGHT_ONLY = "grpo_arca.py --credit uniform --negative_weight 0"
+WEIGHT = "grpo_arca.py --credit uniform --negative_weight"  # and a number
+RIGHT_ONLY = f"{WEIGHT} 0"
+JUDGED = {  # ways to judge an end -> temperature, figure of ends.csv, and color
+    "sampled": (1.0, "sampled_accuracy", "black"),
+    "at temperature 0.3": (0.3, "sampled_accuracy", "#0072B2"),
+    "greedy": (1.0, "greedy_accuracy", "#009E73"),
+    "pass@4": (1.0, "pass@4", "#E69F00"),
+    "pass@16": (1.0, "pass@16", "#D55E00"),
+}
 NAMES = {  # a method in the tables of worth and of tokens -> on the page
     "arca": "ARCA",
     "entropy_reduction": "entropy reduction",
@@ -163,7 +178,9 @@ class Group(NamedTuple):
         return self._replace(method=method)
 
     def baseline(self) -> "Group":
-        """Returns the runs of GRPO that this group is compared with."""
+        """Returns the runs that this group is compared with: GRPO's, made with the same code."""
+        if self.method.startswith(WEIGHT):
+            return self.of(f"{WEIGHT} 1")
         return self.of(GRPO_AGAIN if self.method in AGAIN else GRPO)
 
     def beside(self, method: str) -> "Group":
@@ -295,7 +312,7 @@ def place_of(group: Group) -> tuple[int, int, str, int]:
 
 def groups_of(study: str) -> list[Group]:
     """Returns the groups of a study that have runs of GRPO to compare with, and GRPO's own."""
-    return [g for g in whole_runs() if g.study == study and g.of(GRPO).lines()]
+    return [g for g in whole_runs() if g.study == study and g.baseline().lines()]
 
 
 def pairs_of(group: Group, other: Group) -> tuple[np.ndarray, np.ndarray]:
@@ -413,7 +430,12 @@ def wrong_policy() -> Table:
 
 def nearly_right_policy() -> Table:
     """All methods on the nearly right policy with GRPO's completions, at rates of GRPO there."""
-    return table_of([group for group in groups_of("nearly_right_policy") if group.method != HALF], {
+    groups = [
+        group
+        for group in groups_of("nearly_right_policy")
+        if not group.method.startswith((HALF, WEIGHT))
+    ]
+    return table_of(groups, {
         "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
         "failed seeds": "failed seeds", "area": "area", "end": "end", "greedy": "greedy",
         "cut": "cut",
@@ -436,6 +458,52 @@ def controls() -> Table:
         "study": "title", "method": "method", "rate": "rate", "seeds": "seeds",
         "end over the control": "end over the control",
     })  # fmt: skip
+
+
+@cache
+def ends() -> pandas.DataFrame:
+    """Returns what results/ends.py found, by study, method, rate, temperature and seed."""
+    table = pandas.read_csv(DATA / "ends.csv", dtype={"rate": str}).fillna({"rate": "", "seed": 0})
+    return table.set_index(["study", "method", "rate", "temperature", "seed"]).sort_index()
+
+
+def judged(group: Group, way: str) -> pandas.Series:
+    """Returns a figure of each seed's saved adapter, by a way of JUDGED."""
+    temperature, figure, _ = JUDGED[way]
+    return ends().loc[(group.study, group.method, group.rate, temperature), figure]
+
+
+def lead(group: Group, way: str) -> np.ndarray:
+    """Returns how far each seed's saved adapter is above the one of weight 1."""
+    return (judged(group, way) - judged(group.baseline(), way)).dropna().to_numpy()
+
+
+def weighted_groups(study: str) -> list[Group]:
+    """Returns the groups with weights of wrong answers, by rate, the smallest weight first."""
+    groups = [group for group in groups_of(study) if group.method.startswith(WEIGHT)]
+    return sorted(groups, key=lambda group: (group.rate, float(group.method.split()[-1])))
+
+
+def weights() -> Table:
+    """What the weight of wrong answers changes, by several ways to judge the end."""
+    table = [["policy", "rate", "weight", "seeds", "Adam's worth", *JUDGED, "failed seeds"]]
+    for study in ("wrong_policy", "nearly_right_policy"):
+        untrained = Group(study, 1, "", "untrained")
+        means = [f"{judged(untrained, way).mean():.3f}" for way in JUDGED]
+        table.append([TITLES[study], "", "untrained", "", "", *means, ""])
+        for group in weighted_groups(study):
+            worth = worth_of(f"weights_{study}").get(NAMES.get(group.method, group.method))
+            cells = [TITLES[study], group.rate, group.method.split()[-1]]
+            cells += [str(len(group.lines())), shown(measured(worth, "adam")) if worth else "1"]
+            has_interval = group != group.baseline() and not group.failed_seeds()
+            for way in JUDGED:
+                cells.append(
+                    shown(list(mean_interval(lead(group, way))), "+.3f")
+                    if has_interval
+                    else f"{judged(group, way).mean():.3f}"
+                )
+            table.append([*cells, group.failed_seeds()])
+    return table
 
 
 def three_policies() -> Table:
@@ -581,7 +649,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
         result, tests, wrong_policy, nearly_right_policy,
-        smollm2, controls, three_policies, worth, laws, rivals, smollm2_float32,
+        smollm2, controls, three_policies, weights, worth, laws, rivals, smollm2_float32,
         rivals_worth, tokens,
     )
 }  # fmt: skip
@@ -637,6 +705,28 @@ def draw_differences(path: Path, studies: list[Group]) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_weights(path: Path) -> None:
+    """Saves how far each weight of wrong answers ends above weight 1, with a dot a seed."""
+    figure, panels = plt.subplots(1, 2, figsize=(10, 6), layout="constrained", sharex=True)
+    for panel, study in zip(panels, ("wrong_policy", "nearly_right_policy"), strict=True):
+        groups = [group for group in weighted_groups(study) if group.rate == "0.002"]
+        panel.axvline(0, color="black", linewidth=1)
+        for row, group in enumerate(groups):
+            for place, (way, (_, _, color)) in enumerate(JUDGED.items()):
+                more = lead(group, way)
+                interval = list(mean_interval(more)) if more.any() else []
+                draw_dots(panel, row + 0.15 * (place - 2), color, more, interval)
+        panel.set_yticks(range(len(groups)), [group.method.split()[-1] for group in groups])
+        panel.invert_yaxis()
+        panel.set(title=TITLES[study], ylabel="weight of wrong answers")
+        panel.grid(axis="x", alpha=0.3)
+    for way, (_, _, color) in JUDGED.items():
+        panels[0].plot([], [], "D", color=color, label=way)
+    figure.legend(loc="outside lower center", ncols=len(JUDGED), frameon=False)
+    figure.supxlabel("difference from weight 1 at the end", fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
 def draw_curves(path: Path, studies: list[Group]) -> None:
     """Saves mean learning curves over the seeds that all methods without failed runs have."""
     figure, panels = plt.subplots(1, len(studies), figsize=(14, 4.2), layout="constrained")
@@ -675,6 +765,7 @@ def main() -> None:
     ]
     draw_differences(OUTPUT / "differences.png", [*grpos, SMOLLM2_AGAIN])
     draw_curves(OUTPUT / "curves.png", [*grpos[:2], SMOLLM2_AGAIN])
+    draw_weights(OUTPUT / "weights.png")
 
 
 if __name__ == "__main__":

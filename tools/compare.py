@@ -211,7 +211,7 @@ def short(label: str) -> str:
 
 
 # ---- The picture ---------------------------------------------------------------------------------
-def draw_dots(panel: Any, place: int, color: str, values: Any, interval: list[float]) -> None:
+def draw_dots(panel: Any, place: float, color: str, values: Any, interval: list[float]) -> None:
     """Draws a dot for each value, and a diamond and a bar for a mean and the ends of its interval.
 
     These three numbers may be missing, or NaN.
