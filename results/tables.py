@@ -419,8 +419,12 @@ def tests() -> Table:
 
 
 def wrong_policy() -> Table:
-    """The methods of the study's plan on the wrong policy."""
-    groups = [group for group in groups_of("wrong_policy") if group.method in PLANNED]
+    """The methods of the study's plan on the wrong policy. `three_policies` has the lowest rate."""
+    groups = [
+        group
+        for group in groups_of("wrong_policy")
+        if group.method in PLANNED and (group.updates, group.rate) != (1, "0.001")
+    ]
     return table_of(groups, {
         "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
         "greedy": "greedy", "sampled": "sampled", "pass@4": "pass@4", "area over GRPO": "area",
