@@ -311,7 +311,7 @@ def train_all(commands: dict[Path, list[str]], updates: int, processes: int) -> 
     futures = [pool.submit(train, *item) for item in commands.items()]
     try:
         while wait(futures, timeout=10).not_done:
-            bar.n = updates_in(commands)
+            bar.n = max(bar.n, updates_in(commands))  # a run that resumes makes some again
             bar.refresh()
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, no further run begins
