@@ -484,7 +484,11 @@ def lead(group: Group, way: str) -> np.ndarray:
 
 def weighted_groups(study: str) -> list[Group]:
     """Returns the groups with weights of wrong answers, by rate, the smallest weight first."""
-    groups = [group for group in groups_of(study) if group.method.startswith(WEIGHT)]
+    groups = [
+        group
+        for group in groups_of(study)
+        if group.method.startswith(WEIGHT) and len(group.lines()) >= FEWEST_SEEDS
+    ]
     return sorted(groups, key=lambda group: (group.rate, float(group.method.split()[-1])))
 
 
@@ -499,13 +503,13 @@ def weights() -> Table:
             worth = worth_of(f"weights_{study}").get(NAMES.get(group.method, group.method))
             cells = [TITLES[study], group.rate, group.method.split()[-1]]
             cells += [str(len(group.lines())), shown(measured(worth, "adam")) if worth else "1"]
-            has_interval = group != group.baseline() and not group.failed_seeds()
             for way in JUDGED:
-                cells.append(
-                    shown(list(mean_interval(lead(group, way))), "+.3f")
-                    if has_interval
-                    else f"{judged(group, way).mean():.3f}"
-                )
+                if group.failed_seeds():  # not judged again
+                    cells.append(group.cells().get(way, ""))
+                elif group == group.baseline():
+                    cells.append(f"{judged(group, way).mean():.3f}")
+                else:
+                    cells.append(shown(list(mean_interval(lead(group, way))), "+.3f"))
             table.append([*cells, group.failed_seeds()])
     return table
 
@@ -711,14 +715,18 @@ def draw_differences(path: Path, studies: list[Group]) -> None:
 
 def draw_weights(path: Path) -> None:
     """Saves how far each weight of wrong answers ends above weight 1, with a dot a seed."""
-    figure, panels = plt.subplots(1, 2, figsize=(10, 6), layout="constrained", sharex=True)
+    figure, panels = plt.subplots(1, 2, figsize=(10, 5), layout="constrained", sharex=True)
     for panel, study in zip(panels, ("wrong_policy", "nearly_right_policy"), strict=True):
-        groups = [group for group in weighted_groups(study) if group.rate == "0.002"]
+        groups = [
+            group
+            for group in weighted_groups(study)
+            if group != group.baseline() and not group.failed_seeds()
+        ]
         panel.axvline(0, color="black", linewidth=1)
         for row, group in enumerate(groups):
             for place, (way, (_, _, color)) in enumerate(JUDGED.items()):
                 more = lead(group, way)
-                interval = list(mean_interval(more)) if more.any() else []
+                interval = list(mean_interval(more))
                 draw_dots(panel, row + 0.15 * (place - 2), color, more, interval)
         panel.set_yticks(range(len(groups)), [group.method.split()[-1] for group in groups])
         panel.invert_yaxis()
@@ -726,7 +734,7 @@ def draw_weights(path: Path) -> None:
         panel.grid(axis="x", alpha=0.3)
     for way, (_, _, color) in JUDGED.items():
         panels[0].plot([], [], "D", color=color, label=way)
-    figure.legend(loc="outside lower center", ncols=len(JUDGED), frameon=False)
+    figure.legend(loc="outside upper center", ncols=len(JUDGED), frameon=False)
     figure.supxlabel("difference from weight 1 at the end", fontsize=10)
     figure.savefig(path, dpi=110)
 

@@ -17,8 +17,8 @@ BUDGET = {  # pattern of files: statements they may have in all, docstrings not 
     "grpo_oar.py": 872,
     "common/**/*.py": 1030,
     "methods/**/*.py": 420,
-    "tools/**/*.py": 1162,
-    "results/**/*.py": 1060,
+    "tools/**/*.py": 1165,
+    "results/**/*.py": 1090,
     "tests/**/*.py": 5500,
 }
 MAX_PACKED = 1.0  # packed constructs per 100 lines of code

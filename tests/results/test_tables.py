@@ -107,6 +107,25 @@ def test_runs_that_draw_groups_again_are_compared_with_grpo_that_does(runs):
     assert again.beside("ARCA") == group
 
 
+def test_weights_of_wrong_answers_are_compared_with_weight_1_and_not_with_older_runs(runs):
+    put(runs, GRPO, GRPOS + 0.1)
+    one = put(runs, f"{tables.WEIGHT} 1", GRPOS)
+    half = put(runs, f"{tables.WEIGHT} 0.5", CURVES)
+    put(runs, f"{tables.WEIGHT} 2", CURVES[:2])  # too few seeds
+    assert half.end().startswith(f"{(0.2 + 0.4 + 0.3) / 3:+.3f} (")
+    assert tables.weighted_groups("nearly_right_policy") == [half, one]
+
+
+def test_adapters_that_are_judged_again_answer_greedily_as_they_did():
+    """The tables' own check of two programs, and of two versions of the code, on the same runs."""
+    for study in ("wrong_policy", "nearly_right_policy"):
+        for group in tables.weighted_groups(study):
+            if not group.failed_seeds():
+                again = tables.judged(group, "greedy").sort_index()
+                lasts = [float(lines[-1]["greedy"]) for lines in group.lines().values()]
+                assert again.to_numpy() == pytest.approx(lasts, abs=0.021), group
+
+
 @pytest.mark.parametrize(
     ("study", "fall", "failed"),
     [("wrong_policy", 0.65, "1, 2"), ("wrong_policy", 0.3, ""), ("smollm2", 0.3, "1, 2")],
@@ -178,4 +197,5 @@ def test_answer_writes_pages_and_figures_from_the_data(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "OUTPUT", tmp_path)
     tables.main()
     assert page.read_text().startswith("Before.\n<!-- table: tests -->\n| ")
-    assert {path.name for path in tmp_path.glob("*.png")} == {"curves.png", "differences.png"}
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    assert pictures == {"curves.png", "differences.png", "weights.png"}
