@@ -33,11 +33,13 @@ PROMPT_COLUMNS = ["problem", "question", "prompt"]
 ANSWER_COLUMNS = ["answer", "solution", "ground_truth", "reward_model.ground_truth"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FILE_NAME = re.compile(r"\.(jsonl|json|parquet|csv|tsv)(?:\.gz)?$", re.IGNORECASE)
-# Control characters, such as JSON makes of \frac or \text with one backslash, and what a wrong
-# encoding leaves of a character.
+# Control characters, such as JSON makes of \frac or \text with one backslash; what a wrong encoding
+# leaves of a character; and marks of chat templates.
 DAMAGE = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffd]"
-    r"|\t(?:ext|imes|heta|frac|riangle)|\r(?:ight|angle|ho\b)|\n(?:eq|abla|ot)\b"
+    r"|\t(?:ext|imes|heta|frac|riangle|ilde|au\b)|\r(?:ight|angle|floor|ho\b)|\n(?:eq|abla|ot)\b"
+    r"|[\xc2\xc3\xce\xcf\xe2][\x80-\xbf\u02c6\u02dc\u2013-\u2122]"
+    r"|<\|\w+\|>|\[/?INST\]|<(?:start|end)_of_turn>"
 )
 # What people mean by values, as JSON, that many chat templates do not take for true or false.
 MEANING = {"0": False, "null": False, '"false"': False, '"true"': True}
@@ -64,7 +66,10 @@ def read_splits(name: str, config: str | None) -> dict[str, list[dict[str, Any]]
         fail(f"{name} is a file, which has no configs: leave out --dataset_config")
     if kind == "parquet":
         return {"train": table_rows(parquet.ParquetFile(name).read())}
-    with fsspec.open(name, "rt", newline="", encoding="utf-8-sig", compression="infer") as file:
+    # What is no UTF-8 becomes U+FFFD, which is damage.
+    with fsspec.open(
+        name, "rt", newline="", encoding="utf-8-sig", errors="replace", compression="infer"
+    ) as file:
         if kind in ("csv", "tsv"):
             csv.field_size_limit(sys.maxsize)
             # All cells are texts.
@@ -165,15 +170,22 @@ def parse_rows(
             row=number,
         )
         faults = {
-            f"{prompt_key} has no text, and no chat of texts alone": text_of(problem) == "",
+            f"{prompt_key} has no text, and no chat of texts alone (the text of a chat is none)": (
+                text_of(problem) == ""
+            ),
             f"{prompt_key} has messages of other roles than {', '.join(ROLES)}": any(
                 message["role"] not in ROLES for message in whole_prompt(problem.prompt)
             ),
             f"the policy would not see {' and '.join(sorted(unseen))}": any(
                 row.get(column) not in (None, "", [], "[]") for column in unseen
             ),
-            f"{answer_key} has no final answer": needs_answers and answer == "",
-            f"{prompt_key} ends with the answer": has_answer(begun_answer(problem.prompt), answer),
+            f"{answer_key} has no final answer, or a damaged one, or several": (
+                needs_answers and answer == ""
+            ),
+            f"{prompt_key} ends with the answer": (
+                has_answer(begun_answer(problem.prompt), answer)
+                or text_of(problem).endswith(f"nswer: {answer}")
+            ),
         }
         found.append((problem, next(filter(faults.get, faults), "")))
     return without_faults(found, name)
@@ -269,18 +281,18 @@ def has_answer(begun: str, answer: str) -> bool:
 
 
 # Text without a mark is no answer if it has a number after some words or a verb ("the answer is
-# 16"), five words in a row, or several lines that are not one LaTeX environment; if it is a box
-# that is not closed, has tags, or is a program's dict or list, or punctuation; if it has characters
-# of HTML or in a wrong encoding; or if it is what programs write for a number that is missing or
-# not finite, and people or NuminaMath for no answer.
+# 16"), five words in a row, or several lines that are not one LaTeX environment; if it computes
+# something and goes on in words, or has a thousand characters; if it is a box that is not closed,
+# has tags, or is a program's dict or list, or punctuation; if it has characters of HTML; or if it
+# is what programs write for a number that is missing or not finite, and people for no answer.
 NO_ANSWER = re.compile(
     r"^\W*[A-Za-z]{2,}(?::|\s+[A-Za-z]{2,}\b).*[0-9]"
     r"|(?<!\\)\b(?:is|are|was|were|equals)\b.*[0-9]"
     r"|(?:[A-Za-z]+[ ,]+){5}"
     r"|^(?!.*\\begin\{).*\n"
-    r"|\\boxed|</\w+>|<\|\w+\|>|^\s*[{\[]\s*['\"]|^[\s?!.,;:_-]*$"
-    r"|&(?:lt|gt|amp|quot|nbsp|#\d+);|[\xc2\xc3][\x80-\xbf]|\xe2\u20ac"
-    r"|^\s*(?:None|NA|NaT|proof|notfound|(?i:tbd|todo|unknown))\s*$"
+    r"|\d ?[-+*/] ?[\d.]+ ?= ?[-$\d.]+ [a-z]{3}|^.{1000}"
+    r"|\\boxed|</\w+>|^\s*[{\[]\s*['\"]|^[\s?!.,;:_-]*$|&#?\w{2,8};"
+    r"|^\s*(?:None|NA|NaT|proof|notfound|(?i:tb[acd]|todo|unknown|missing|pending|n\.a|see\b.*))\W*$"
     r"|^\s*(?:[+-]?(?i:nan|inf|infinity)|#?(?i:n/a|null|<na>)|#[A-Z/0]+[!?])\s*$",
     re.DOTALL,
 )
@@ -290,9 +302,11 @@ def gold_answer(cell: Any) -> str:
     r"""Returns the final answer in a cell: what follows `####`, the last \boxed{}, or all of it.
 
     A box after `####` comes first. Prose after that mark is no answer, because it may be a heading.
-    Returns "" if there is no answer: the cell is empty, prose, damaged, no finite number, or more
-    than one value.
+    A list with a single value is that value. Returns "" if there is no answer: the cell is empty,
+    prose, damaged, no finite number, or more than one value.
     """
+    if isinstance(cell, list) and len(cell) == 1:
+        return gold_answer(cell[0])
     text = "" if isinstance(cell, list | dict | bytes) else as_written(cell)
     tail = text.strip().rpartition("####")[2]  # all of it without that mark
     answer = last_boxed(tail) or ("" if NO_ANSWER.search(tail) else tail) or last_boxed(text) or ""
@@ -459,11 +473,12 @@ def reply_text(
     begun = begun_answer(problem.prompt)
     # Some decoders drop the blank before the first word, so they read the beginning, too.
     before = tokenizer(begun, add_special_tokens=False)["input_ids"]
-    kept = [i for i in ids if i not in (*stop_ids, tokenizer.pad_token_id)]
     return (
         problem.open_thought
         + begun
-        + tokenizer.decode(before + kept)[len(tokenizer.decode(before)) :]
+        + tokenizer.decode(
+            before + [i for i in ids if i not in (*stop_ids, tokenizer.pad_token_id)]
+        )[len(tokenizer.decode(before)) :]
     )
 
 
@@ -538,10 +553,12 @@ def check_template(
     template_kwargs: dict[str, Any],
 ) -> None:
     """Ends the run if the chat template does not heed a keyword, or a message of a prompt."""
-    template = tokenizer.get_chat_template(template_kwargs.get("chat_template"))
     for name, value in template_kwargs.items():
         meant = MEANING.get(json.dumps(value).lower(), value)
-        if name not in ["chat_template", *re.findall(r"\w+", template)] or (
+        if name not in [
+            "chat_template",
+            *re.findall(r"\w+", tokenizer.get_chat_template(template_kwargs.get("chat_template"))),
+        ] or (
             render(tokenizer, prompts[0], template_kwargs)
             != render(tokenizer, prompts[0], template_kwargs | {name: meant})
         ):

@@ -222,16 +222,20 @@ NO_GOLDS = [
     "unknown", "?", "-", "...", "5<|im_end|>", "\\boxed{5", "\x0crac{5}{2}", "\text{Friday}",
     "5\ufffd", "x &lt; 5", "90\xc2\xb0", "So 2\times 3 is 6.\n#### 6", "\boxed{5}",
     "None", "nan", "NaN", " NA", "N/A", "<NA>", "null", "#### nan", Decimal("NaN"),
-    ["84", "85"], [84], {"value": "84"}, b"1",
+    ["84", "85"], [[84, 85]], {"value": "84"}, b"1", "2/2=1 bolt of white. 2+1=3 bolts.",
+    "x &ge; 1", "\xe2\u201a\xac60", "See solution.", "N.A.", "missing", "TBA", "12" * 500,
+    "[/INST] 5",
 ]  # fmt: skip
 # In JSON or Python with one backslash, or from a wrong encoding; and as a template has written it.
 UNCLEAN = [
     "\frac{1}{2}?", "\beta?", "2 \times 3?", "Is it \text{odd}?", "2\x80?", "\ud83d 1?",
     "2 \neq 1?", "caf\ufffd?", "<|im_start|>user\n2?<|im_end|>\n", "Well.<|im_end|>",
+    "[INST] 2? [/INST]", "2 \tilde 1?", "3 \xe2\u20ac\u201c 1?",
 ]  # fmt: skip
 SOLVED = ["It is \\boxed{7}.", "So 3-2=1 #### 1", "The answer is 1."]
 LEFT_OUT = [
     *((cell, "1", "prompt has no text, and no chat of texts alone") for cell in NO_PROMPTS),
+    ("What is 3 + 4? Answer: 7", "7", "prompt ends with the answer"),
     *(("x", cell, "answer has no final answer") for cell in NO_GOLDS),
     *((cell, "1", "it or --system_prompt has .*, a special token or damage") for cell in UNCLEAN),
     *(([USER, {"role": "assistant", "content": cell}], "1", "prompt ends with the answer")
@@ -252,6 +256,13 @@ def test_rows_that_cannot_be_used_are_left_out(tokenizer, prompt, answer, reason
     assert re.search(says, capfd.readouterr().err)
     with pytest.raises(SystemExit, match="1 of 1 rows are left out"):
         encode(tokenizer, parse_rows(rows[1:2], "x"))
+
+
+def test_a_row_with_a_byte_of_another_encoding_is_left_out(tmp_path, capfd):
+    path = tmp_path / "set.csv"
+    path.write_bytes("problem,answer\na,1\nb,5 €\nc,3\n".encode("cp1252"))
+    assert plain(read(path)) == [("a", "1"), ("c", "3")]
+    assert "rows are left out (such as 2)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("column", ["image", "images", "tools"])
@@ -383,7 +394,8 @@ GOLDS = [
     ("none",) * 2, ("Na",) * 2, ("Nancy",) * 2, ("None of them",) * 2, ("{1, 2}",) * 2,
     ("[1, 2)",) * 2, ("\\{1, 2\\}",) * 2, ("x < 5",) * 2, ("\u221e",) * 2, ("+",) * 2,
     ("unknown to us",) * 2, ("-5",) * 2, (Decimal("0.00000010"), "0.00000010"),
-    (Decimal("14.10"), "14.10"), (Decimal("3"), "3"),
+    (Decimal("14.10"), "14.10"), (Decimal("3"), "3"), ([84], "84"), ("3 + 4 = 7",) * 2,
+    ("p = 2/3 = 0.67",) * 2,
 ]  # fmt: skip
 
 

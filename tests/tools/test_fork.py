@@ -96,6 +96,7 @@ def test_a_fork_trains_and_is_named_logged_and_carded_by_its_own_name(
     script = tmp_path / "grpo_entropy_mask.py"
     script.write_text(fork.fork(ROOT / "methods/entropy_mask.py"))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, script.stem, raising=False)  # another test's
     monkeypatch.setattr(conftest, "grpo_arca", importlib.import_module(script.stem))
     assert run_main(output_dir="", max_steps=1)[0] == 0
     out = tmp_path / "runs/grpo_entropy_mask-entropy_mask-1"

@@ -100,6 +100,7 @@ def there(monkeypatch):
     """there(module) makes the runs of a script have DEVICE."""
 
     def same(self, model, **_):
+        model.forward = self.autocast()(model.forward)
         return model
 
     def move(module):

@@ -66,7 +66,10 @@ def test_the_default_command(tmp_path):
     assert "trains 28 of 29 linear layers, 90,112 of 1,132,160 parameters\n" in done.stdout
     assert f"into {out}\n" in done.stdout
     said = [line for line in re.split("[\r\n]", done.stderr) if line.strip()]
-    assert [line for line in said if "/45 [" not in line] == []  # no library's bars and warnings
+    prompt, answer, *rest = [line for line in said if "/45 [" not in line]
+    assert prompt.startswith("the first prompt ends with 'rt with 44, add 19, subtract 14")
+    assert answer == "its answer is '66'"
+    assert rest == []  # no library's bars and warnings
     for name in ("config.json", "curves.png", "credit.html", "completions.jsonl"):
         assert (out / name).stat().st_size > 1000
     assert answer_of_card(out / "adapter/README.md") == last_greedy_answer(out)
