@@ -33,8 +33,6 @@ UNTRAINED = "untrained"
 class Evaluation:
     """Keeps the figures of an evaluation, in place of a run's log."""
 
-    figures: dict[str, float]
-
     def write(self, row: dict[str, Any]) -> None:
         """Keeps them."""
         self.figures = row["eval"]
@@ -61,8 +59,9 @@ def main() -> None:
         facts = {"method": UNTRAINED}
         if name != UNTRAINED:
             facts = json.loads((folder / name / "run.json").read_text())
-            weights = load_file(folder / name / "adapter/adapter_model.safetensors")
-            set_peft_model_state_dict(run.model, weights)
+            set_peft_model_state_dict(
+                run.model, load_file(folder / name / "adapter/adapter_model.safetensors")
+            )
         facts |= {"study": options.study, "run": name}
         for temperature in TEMPERATURES:
             run.args.temperature = temperature

@@ -59,6 +59,15 @@ def smallest_difference(differences: Any) -> float:
     return deviations * np.std(differences, ddof=1)
 
 
+def smallest_to_pass(half_interval: float, seeds: int, tests: int) -> float:
+    """Returns the smallest mean that passes the first step of Holm's correction at 5%.
+
+    The tests are so many, and `half_interval` is half of the mean's 95% t-interval.
+    """
+    limit, usual = stats.t.ppf([1 - 0.025 / tests, 0.975], seeds - 1)
+    return half_interval * limit / usual
+
+
 def holm(p_values: list[float]) -> list[float]:
     """Returns p-values corrected for all of them together (Holm, 1979)."""
     return multipletests(p_values, method="holm")[1].tolist()

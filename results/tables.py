@@ -7,7 +7,8 @@ function of that name makes it. In results/data/tables/ the program leaves
 
     differences.csv  what each method has over GRPO, and over its own credits in random order, in
                      each study, with the p-values of a paired t-test and of sign flips, and with
-                     Holm's correction for all tests of the file
+                     Holm's correction for all tests of the file. `could_pass` is the smallest mean
+                     that would have passed the first step of that correction
     differences.png  the same at the end of training for the main methods, with a dot for each seed.
                      All panels have one scale
     curves.png       the mean learning curves of the main methods none of whose runs failed
@@ -34,7 +35,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import numpy as np
 import pandas
 from compare import draw_dots, plt
-from paired import area, comparison, holm, mean_interval
+from paired import area, comparison, holm, mean_interval, smallest_to_pass
 from studies import DATA as STUDY_DATA
 from studies import GRPO, MAIN, METHODS, ORACLES, STUDIES, Study, key_of, read_csv, write_csv
 
@@ -364,6 +365,9 @@ def differences() -> list[Row]:
                     if group != other:
                         rows.append(row | {"figure": figure} | compared(group, other, figure))
     tested = [row for row in rows if row["p"] != ""]
+    for row in tested:
+        half_interval = (row["high"] - row["low"]) / 2
+        row["could_pass"] = smallest_to_pass(half_interval, row["seeds"], len(tested))
     for name in ("p", "p_flips"):
         for row, corrected in zip(tested, holm([row[name] for row in tested]), strict=True):
             row[f"{name}_holm"] = corrected
@@ -494,11 +498,11 @@ def weighted_groups(study: str) -> list[Group]:
 
 def weights() -> Table:
     """What the weight of wrong answers changes, by several ways to judge the end."""
-    table = [["policy", "rate", "weight", "seeds", "Adam's worth", *JUDGED, "failed seeds"]]
+    table = [["policy", "rate", "weight", "seeds", "Adam's worth", *JUDGED, "cut", "failed seeds"]]
     for study in ("wrong_policy", "nearly_right_policy"):
         untrained = Group(study, 1, "", "untrained")
         means = [f"{judged(untrained, way).mean():.3f}" for way in JUDGED]
-        table.append([TITLES[study], "", "untrained", "", "", *means, ""])
+        table.append([TITLES[study], "", "untrained", "", "", *means, "", ""])
         for group in weighted_groups(study):
             worth = worth_of(f"weights_{study}").get(NAMES.get(group.method, group.method))
             cells = [TITLES[study], group.rate, group.method.split()[-1]]
@@ -510,7 +514,7 @@ def weights() -> Table:
                     cells.append(f"{judged(group, way).mean():.3f}")
                 else:
                     cells.append(shown(list(mean_interval(lead(group, way))), "+.3f"))
-            table.append([*cells, group.failed_seeds()])
+            table.append([*cells, group.cut(), group.failed_seeds()])
     return table
 
 
@@ -726,8 +730,7 @@ def draw_weights(path: Path) -> None:
         for row, group in enumerate(groups):
             for place, (way, (_, _, color)) in enumerate(JUDGED.items()):
                 more = lead(group, way)
-                interval = list(mean_interval(more))
-                draw_dots(panel, row + 0.15 * (place - 2), color, more, interval)
+                draw_dots(panel, row + 0.15 * (place - 2), color, more, list(mean_interval(more)))
         panel.set_yticks(range(len(groups)), [group.method.split()[-1] for group in groups])
         panel.invert_yaxis()
         panel.set(title=TITLES[study], ylabel="weight of wrong answers")
