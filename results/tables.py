@@ -48,6 +48,7 @@ PAGES = [
         "methods/README.md",
         "results/README.md",
         "results/gradients.md",
+        "results/three_policies.md",
         "results/wrong_answers.md",
     )
 ]
