@@ -37,18 +37,16 @@ How to read this file: first come the flags, and the Batch of completions that e
 hands to the next. The method stands between the CREDIT marks. Then comes the training loop,
 `train`, and its steps: `collect`, `score` and `update`. They are followed by the policy's
 log-probabilities. The rest is machinery, which a first reading may skip: sampling, set-up,
-checkpoints and the command line. Set-up begins with the Run, which all steps share: `run.model` is
-the model with its adapter, and `run.policy` the module around it that returns log-probs and hidden
-states. Except for this text, everything outside the CREDIT marks is the same in every grpo_*.py
-script, so a few parameters of functions are unused in this one.
+checkpoints and the command line. Except for this text, everything outside the CREDIT marks is the
+same in every grpo_*.py script, so a few parameters of functions are unused in this one.
 
-A rollout has `rollout_size` completions, over all processes. A pass over it takes
-`updates_per_pass` updates, each on `update_size` completions. The --num_iterations passes together
-take `updates_per_rollout` updates.
+A rollout has `run.rollout_size` completions, over all processes, and an update `run.update_size` of
+them. So a pass over a rollout takes `run.updates_per_pass` updates, and its --num_iterations passes
+together take `run.updates_per_rollout`.
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
-`rows` are indices into the whole rollout, and `places` are indices into a batch.
+`rows` number the completions of the whole rollout, and `places` those of one Batch.
 """
 
 from __future__ import annotations
@@ -113,14 +111,14 @@ from common.task import Problem
 
 SCRIPT = Path(__file__).resolve()
 CUDA = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-SEGMENT = 256 if CUDA else 16  # after so many tokens, decoding leaves out what has ended
-CHECK = 32  # after so many tokens, decoding stops if all have ended
-FEWEST_CACHED_TOKENS = 2**15  # a GPU caches the prompts of a micro-batch if they have as many
+SEGMENT = 256 if CUDA else 16  # tokens decoded before ended completions are left out
+CHECK = 32  # tokens decoded before looking whether all completions have ended
+FEWEST_CACHED_TOKENS = 2**15  # a GPU caches the prompts of a micro-batch from so many tokens on
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
 # ---- Flags: the names and meanings are TRL's, where TRL has the flag -----------------------------
-# Args checks the bounds. A number without any must be in 0 to 1e18.
+# Annotated[type, low, high] has the bounds that Args checks. Without any, they are 0 and 1e18.
 Positive = Annotated[int, 1, 1e18]
 
 
@@ -154,7 +152,7 @@ class Args:
         "chain_arithmetic", "embedded, Hub id, or .jsonl/.json/.csv/.tsv/.parquet"
     )
     dataset_config: str | None = flag(
-        None, "config of a Hub data set; embedded: operations, 2 to 8"
+        None, "config of a Hub data set; of chain_arithmetic: operations, 2 to 8"
     )
     dataset_train_split: str = flag("train", "split to train on")
     dataset_test_split: str = flag("test", "split to evaluate on")
@@ -199,20 +197,20 @@ class Args:
     gradient_checkpointing: bool = flag(True, "recompute: less memory, but slower")
     # objective
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag(
-        "grpo", "divide by each completion's length | by the batch's tokens | by the limit"
+        "grpo", "divide the loss by a completion's length | an update's tokens | the limit"
     )
     scale_rewards: Literal["group", "batch", "none"] = flag(
-        "group", "divide advantages by the standard deviation of rewards in the group | batch"
+        "group", "divide advantages by the standard deviation of rewards in the group | rollout"
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = flag(
-        "sum_then_normalize", "of several rewards; normalize_then_sum is GDPO (arXiv 2601.05242)"
+        "sum_then_normalize", "for several rewards; normalize_then_sum is GDPO, 2601.05242"
     )
     negative_weight: float = flag(1.0, "scales advantages below 0; 0 ignores them")
     epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon")
     epsilon_high: float | None = flag(None, "and above 1 + this; default: epsilon")
     beta: float = flag(0.0, "weight of the k3 KL to the policy before training")
     use_bias_correction_kl: bool = flag(
-        True, "multiply the KL by the ratio, and differentiate both"
+        True, "weigh the KL by the ratio, with gradients through both"
     )
     mask_truncated_completions: bool = flag(False, "leave unfinished completions out of the loss")
     # === CREDIT ===
@@ -252,7 +250,7 @@ class Args:
     num_generations_eval: Positive = flag(4, "samples per held-out problem")
     per_device_eval_batch_size: int = flag(32, "completions sampled at once")
     metric_for_best_model: str | None = flag(
-        None, "figure of an evaluation; default: sampled_accuracy, or the first reward function's"
+        None, "figure that says which evaluation is best; default: sampled_accuracy or a reward"
     )
     output_dir: str = flag("", "default: runs/<script>-<credit>-<seed>")
     save_steps: int = flag(50, "updates between checkpoints; 0 is off")
@@ -298,21 +296,21 @@ class Batch:
     sampled_logp: Tensor  # [B, T] from the decode loop, at --temperature, before top_p
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] the reply: its beginning in the prompt, as <think>, and the completion
+    texts: list[str]  # [B] the reply: what the prompt begins of it, as <think>, and the completion
     completion_ids: list[list[int]]  # [B] tokens of the completion alone, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
-    # tensors that `collect` sets
+    # set by `collect`
     rewards: Any = None  # [B] their weighted sum; NaN if none applies
     advantages: Any = None  # [B]
     loss_mask: Any = None  # [B, T] bool: the tokens that are trained on
-    update_tokens: float = 0.0  # how many, on all processes: the mean over the rollout's updates
-    # tensors that `score` sets
-    old_logp: Any = None  # [B, T] before a rollout's first update, if it has more than one
+    update_tokens: float = 0.0  # that an update trains on, over all processes; a mean over updates
+    # set by `score`
+    old_logp: Any = None  # [B, T] before the rollout's first update; None if it has only one
     reference_logp: Any = None  # [B, T] of the policy before training, if beta > 0
     base_logp: Any = None  # [B, T] without the adapter; only methods set it, for the metric `kl`
-    scores: Any = None  # [B, T] the credit signal
-    credit: Any = None  # [B, T] what `surrogate_terms` reads; in ARCA it is `weights`
-    weights: Any = None  # [B, T] what reports show as credit: mean 1 over a completion
+    scores: Any = None  # [B, T] from `token_scores`
+    weights: Any = None  # [B, T] each token's share of the credit, in reports; mean 1
+    credit: Any = None  # [B, T] what `surrogate_terms` multiplies; in ARCA it is `weights`
     bounds: tuple | None = None  # low and high limit of the ratio, if the method sets its own
 
     @property
@@ -328,11 +326,11 @@ class Batch:
 
     def select(self, index: Tensor) -> Batch:
         """Returns a batch of the completions `index`."""
-        part = copy.copy(self)
-        for name, value in self.per_completion().items():
-            is_list = isinstance(value, list)
-            setattr(part, name, [value[i] for i in index.tolist()] if is_list else value[index])
-        return part
+        picked = {
+            name: value[index] if isinstance(value, Tensor) else [value[i] for i in index.tolist()]
+            for name, value in self.per_completion().items()
+        }
+        return replace(self, **picked)
 
     def put(self, index: Tensor, part: Batch) -> None:
         """Replaces the completions `index` by those of a batch of the same widths."""
@@ -355,6 +353,8 @@ class Batch:
         )
 
 
+# All functions below share the Run: `run.model` is the model with its adapter, and `run.policy` the
+# module around it that returns log-probs and hidden states.
 # === CREDIT ===
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     """Returns the entropy [B, T] in nats at each token, at --temperature."""
@@ -464,7 +464,7 @@ def kernel_matrix(args: Args, length: int, device: torch.device) -> Tensor:
 def train(run: Run) -> None:
     """Runs GRPO: collects a rollout, scores its tokens, updates the policy on it, and repeats."""
     args = run.args
-    evaluates = True  # before this rollout, which credit.html then shows
+    evaluates = True  # whether to evaluate before the next rollout, and show it in credit.html
     while run.step < args.max_steps:
         if evaluates:
             evaluate(run)
@@ -476,14 +476,14 @@ def train(run: Run) -> None:
         all_micros = [micro for micros in updates for micro in micros]  # `score` fills these
         score(run, batch, all_micros, metrics)
 
-        with run.deferred_signals():  # no checkpoint is saved between two updates on a rollout
+        with run.deferred_signals():  # a signal's checkpoint waits for the rollout's last update
             for _ in range(args.num_iterations):
                 for micros in updates[: args.max_steps - run.step]:
                     with timed(metrics, "seconds_update"):
                         metrics |= update(run, micros)
                     run.step += 1
                     run.log.write({"step": run.step} | metrics)
-                    # Each row has the rollout's metrics, but only the first one has its seconds.
+                    # The log's next row repeats the rollout's metrics, but not its seconds.
                     metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
             if evaluates or run.step >= args.max_steps:
                 run.page_examples += credit_example(
@@ -503,35 +503,36 @@ def train(run: Run) -> None:
 
 
 def collect(run: Run, metrics: dict) -> Batch:
-    """Samples and grades this process's share of a rollout, and computes the advantages.
+    """Returns this process's share of a rollout: completions, graded and with advantages.
 
     It does not change the run's progress, so an interrupted run can sample the rollout again.
     """
     args = run.args
     accelerator = run.accelerator
 
-    # Deal out the rows: the first index is the update, the second the process. So an update has the
-    # same rows on any number of processes. Run has made sure that each process has whole groups.
-    # This process's rows are those of its first update, then those of its second, and so on.
-    all_rows = torch.arange(run.rollout_size).view(
+    # Deal out the rows by update and then by process, so that an update has the same rows on any
+    # number of processes. Run has made sure that each process has whole groups.
+    rows_by_update = torch.arange(run.rollout_size).view(
         run.updates_per_pass, accelerator.num_processes, -1
     )
-    rows = all_rows[:, accelerator.process_index].flatten()
+    rows = rows_by_update[:, accelerator.process_index].flatten()
 
     # Sample and grade. A group with equal rewards teaches nothing, and may be replaced.
-    logged: dict[str, list[float]] = {}  # what the reward functions give and log, by its name
+    logged: dict[str, list[float]] = {}  # by name: what reward functions give, and what they log
     with timed(metrics, "seconds_rollout"):
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
-            rewards = batch.function_rewards.unflatten(0, (-1, args.num_generations))
-            places = places_without_signal(aggregated_advantages(args, rewards, run.reward_weights))
+            by_group = batch.function_rewards.unflatten(0, (-1, args.num_generations))
+            places = places_without_signal(
+                aggregated_advantages(args, by_group, run.reward_weights)
+            )
             if len(places) > 0:
                 batch.put(places, sample_attempt(run, batch.rows[places], attempt, logged))
 
-    # `batch.rewards` is for logs and reports. The divisor of advantages may be of all processes'
-    # rewards. So each process computes all advantages, by row, and keeps those of its own rows.
     batch.rewards = weighted_sum(batch.function_rewards, run.reward_weights).float()
-    order = accelerator.gather(batch.rows).argsort()
+    # With --scale_rewards batch, advantages depend on the rewards of all processes. So each process
+    # computes the advantages of the whole rollout, and keeps those of its own rows.
+    order = accelerator.gather(batch.rows).argsort()  # puts what is gathered in the order of rows
     all_rewards = accelerator.gather(batch.function_rewards)[order]  # [prompts * G, F]
     advantages = aggregated_advantages(  # [prompts, G]
         args, all_rewards.unflatten(0, (-1, args.num_generations)), run.reward_weights
@@ -549,16 +550,16 @@ def collect(run: Run, metrics: dict) -> Batch:
 
 
 def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
-    """Samples the given rows of the rollout, and grades them.
+    """Returns a batch of the given rows of the rollout, sampled and graded.
 
     A row's problem and random numbers follow from the seed, the rollout, the row and the attempt,
-    which is 0 at first, and 1, 2, ... for groups that are drawn again.
+    which is 0 at first, and 1, 2, ... for groups that are drawn again. Those take their problems
+    from another shuffle.
     """
     args = run.args
     suffix = f" attempt {attempt}" if attempt > 0 else ""
-    # A group that is drawn again takes its problem from another shuffle.
     shuffle_seed = f"{args.seed}{suffix}" if args.shuffle_dataset or attempt > 0 else None
-    # Positions in the endless sequence of epochs.
+    # The problems of all rollouts are numbered, through all epochs.
     positions = (rows + run.rollout_number * run.rollout_size) // args.num_generations
     problems = [
         run.train_set[problem_at(position, len(run.train_set), shuffle_seed)]
@@ -588,7 +589,7 @@ def aggregated_advantages(args: Args, rewards: Tensor, reward_weights: Tensor) -
     if args.multi_objective_aggregation == "sum_then_normalize":
         advantages = group_advantages(weighted_sum(rewards, reward_weights), args.scale_rewards)
     else:  # GDPO (arXiv 2601.05242): normalize each function by group, then the sum by batch
-        # `group_advantages` has 0 where no reward is known. With NaN the sum leaves it out.
+        # With NaN where a function does not apply, the sum leaves it out.
         normalized = group_advantages(rewards, "group").where(~rewards.isnan(), torch.nan)
         total = weighted_sum(normalized, reward_weights)
         # `view(1, -1)` makes one group of the whole batch.
@@ -606,9 +607,10 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     advantage is 0.
     """
     is_known = ~rewards.isnan()
-    # The mean of equal rewards may be rounded. The mean of what they lack to the best is exactly 0.
-    shortfalls = rewards - rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)
-    centered = (shortfalls - shortfalls.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
+    # Subtract the best reward first: of equal rewards this leaves exactly 0, and their mean may be
+    # rounded.
+    from_best = rewards - rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)  # at most 0
+    centered = (from_best - from_best.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
     degrees_of_freedom = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)  # G - 1 if all are known
     variance = centered.square().sum(1, keepdim=True) / degrees_of_freedom
     divisors: dict[str, Any] = {
@@ -624,13 +626,14 @@ def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
     """Returns each update's micro-batches of the completions that have a gradient.
 
     They are sorted by length, so that they need little padding. Without a KL term, a completion
-    whose advantage is 0 has no gradient, so its loss mask is cleared first.
+    whose advantage is 0 has no gradient, so its loss mask is cleared in `batch` first.
     """
     if run.args.beta == 0:
         batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
     has_gradient = batch.loss_mask.any(1)  # [B]
     lengths = batch.attention.sum(1)  # [B]
     updates = []
+    # `collect` has put the completions of an update side by side.
     for places in torch.arange(len(lengths), device=lengths.device).chunk(run.updates_per_pass):
         # DDP needs a backward pass on every process: if no completion has a gradient, keep one.
         kept = places[has_gradient[places]] if has_gradient[places].any() else places[:1]
@@ -642,7 +645,7 @@ def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
 
 @torch.no_grad()
 def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Computes what the updates need besides the rollout: log-probs and token weights.
+    """Sets what the updates need besides the rollout: log-probs and token weights of `micros`.
 
     `batch` is the whole rollout of this process; `micros` hold its rows that have a gradient.
     """
@@ -657,8 +660,8 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
-        # A score that is not finite must not train, even if a method clamps it: with a NaN here,
-        # the loss is NaN, and `update` takes no step.
+        # Where a score is not finite, the advantage becomes NaN, and so does the loss. So `update`
+        # takes no step, even if the method would have clamped the score.
         micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
@@ -693,11 +696,11 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     grad_norm = accelerator.clip_grad_norm_(
         run.policy.parameters(), run.args.max_grad_norm or math.inf
     ).item()
-    # `means` leaves out a metric whose mask is empty, as when no token is trained on. It is 0 here.
+    # `means` leaves out a metric whose mask is empty, as when no token is trained on. Log a 0 then.
     figures = dict.fromkeys(averages[0], 0.0) | means(accelerator, averages)
 
-    # Take the step, unless it would put NaN into the weights. No exchange between processes comes
-    # after it: if one failed, a checkpoint could hold one update more than its `step` says.
+    # Take the step, unless it would put NaN into the weights. It comes after the last exchange
+    # between processes: if one failed after it, `run.step` would be one behind the weights.
     learning_rate = run.args.learning_rate * run.share_of_peak_rate(run.step + 1)
     run.optimizer.param_groups[0]["lr"] = learning_rate
     is_finite = math.isfinite(total_loss + grad_norm)
@@ -728,10 +731,10 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Divisors are those of
-    the whole update, over all processes, with the completions that `micro_batches` has left out. So
-    the losses of micro-batches add up to the update's, however it is split. For dapo the divisor is
-    a number of tokens, the mean over the rollout's updates.
+    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. A divisor counts the
+    whole update, over all processes and including what `micro_batches` leaves out. So the losses of
+    micro-batches add up to the update's, however it is split. For dapo the divisor is a number of
+    tokens, the mean over the rollout's updates.
     """
     args = run.args
     log_ratio, token_advantages = surrogate_terms(args, micro, logp - old_logp)
@@ -743,10 +746,10 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
         reference_log_ratio = micro.reference_logp - logp
         kl = reference_log_ratio.exp() - reference_log_ratio - 1  # k3, joschu.net/blog/kl-approx
         if args.use_bias_correction_kl:  # the gradient of the reverse KL, arXiv 2512.02556
-            kl = kl * (logp - old_logp).exp()  # the token's own, even if the method clips another
+            kl = kl * (logp - old_logp).exp()  # not `ratio`, which a method may have replaced
         loss = loss + args.beta * kl
-    clipped = micro.loss_mask & torch.where(
-        token_advantages > 0, ratio > high, (ratio < low) & (token_advantages < 0)
+    clipped = micro.loss_mask & (
+        ((ratio > high) & (token_advantages > 0)) | ((ratio < low) & (token_advantages < 0))
     )
 
     divisors = {
