@@ -326,11 +326,11 @@ class Batch:
 
     def select(self, index: Tensor) -> Batch:
         """Returns a batch of the completions `index`."""
-        picked = {
-            name: value[index] if isinstance(value, Tensor) else [value[i] for i in index.tolist()]
-            for name, value in self.per_completion().items()
-        }
-        return replace(self, **picked)
+        part = copy.copy(self)  # with what a method may have added
+        for name, value in self.per_completion().items():
+            is_list = isinstance(value, list)
+            setattr(part, name, [value[i] for i in index.tolist()] if is_list else value[index])
+        return part
 
     def put(self, index: Tensor, part: Batch) -> None:
         """Replaces the completions `index` by those of a batch of the same widths."""
