@@ -48,7 +48,9 @@ def test_the_page_claims_what_was_shown(tmp_path, ends, words):
 
 
 @pytest.mark.slow
-def test_a_trial_of_a_method_a_flag_and_a_reward_of_ones_own_outlives_a_kill(tmp_path):
+def test_a_trial_of_a_method_a_flag_and_a_reward_of_ones_own_outlives_a_kill(
+    run_tool, tmp_path, monkeypatch
+):
     """On prompts without answers, so that the reward is what is compared."""
     flag = (
         'class Flags:\n# === CREDIT ===\n    share: float = flag(0.5, "")\n# === END CREDIT ===\n'
@@ -59,15 +61,14 @@ def test_a_trial_of_a_method_a_flag_and_a_reward_of_ones_own_outlives_a_kill(tmp
     rows = "".join(f'{{"prompt": "Start with {number}."}}\n' for number in range(20))
     (tmp_path / "prompts.jsonl").write_text(rows)
     flags = TINY_RUN | {"dataset_name": "prompts.jsonl", "reward_funcs": "variety.pay"}
-    command = [
-        sys.executable, "-c", START, "ratio.py --share 0.2", "--seeds", "2", "--batches", "0", "--",
-        *command_line(flags),
-    ]  # fmt: skip
-    killed = subprocess.Popen(command, cwd=tmp_path)
+    words = ["ratio.py --share 0.2", "--seeds", "2", "--batches", "0", "--", *command_line(flags)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trial, "FOLDER", tmp_path / "trials")
+    killed = subprocess.Popen([sys.executable, "-c", START, *words])
     while not list(tmp_path.glob("trials/*/*/metrics.jsonl")):
         time.sleep(0.1)
     killed.kill()
-    subprocess.run(command, cwd=tmp_path, check=True)
+    run_tool(trial, *words)
     assert len(list(tmp_path.glob("trials/*/*/summary.json"))) == 4  # it has no control
     (page,) = tmp_path.glob("trials/ratio*/trial.html")
     assert "<code>rewards/pay</code>" in page.read_text()
