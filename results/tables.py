@@ -399,7 +399,7 @@ def result() -> Table:
     grpos = {
         "wrong policy": Group("wrong_policy", 1, "0.002", GRPO),
         "nearly right policy": Group("nearly_right_policy", 1, "0.002", GRPO),
-        "SmolLM2, groups drawn again": SMOLLM2_AGAIN,
+        "SmolLM2, --max_resample_times 4": SMOLLM2_AGAIN,
     }
     table = [["method", *grpos]]
     for method in (GRPO, "right answers only", "ARCA", "OAR-G", "S-trace", "least variance"):
