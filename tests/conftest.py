@@ -25,7 +25,10 @@ import common.report
 import grpo_arca
 
 # The files that take longest begin, so that no process waits for another one at the end.
-LONGEST = ("test_whole_run", "test_resume", "test_methods", "test_real_model", "test_processes")
+LONGEST = (
+    "test_whole_run", "test_resume", "test_methods", "test_real_model", "test_processes",
+    "test_trial", "test_tour",
+)  # fmt: skip
 POLICIES: dict = {}  # what `load_policy` has loaded, by its flags
 
 
