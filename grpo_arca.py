@@ -31,13 +31,15 @@ log-probabilities. The rest is machinery, which a first reading may skip: sampli
 checkpoints and the command line. Except for this text, everything outside the CREDIT marks is the
 same in every grpo_*.py script, so a few parameters of functions are unused in this one.
 
-A rollout has `run.rollout_size` completions, over all processes, and an update `run.update_size` of
-them. So a pass over a rollout takes `run.updates_per_pass` updates, and its --num_iterations passes
-together take `run.updates_per_rollout`.
+Sizes are attributes of the Run, over all processes:
+    run.rollout_size          completions in a rollout
+    run.update_size           completions in an update
+    run.updates_per_pass      rollout_size / update_size
+    run.updates_per_rollout   updates_per_pass * --num_iterations
 
 Shapes in comments: B completions; P prompt tokens, padded on the left; T completion tokens, padded
 on the right; V words in the vocabulary; H hidden units; G completions of one prompt, a group.
-`rows` number the completions of the whole rollout, and `places` those of one Batch.
+`rows` are indices into the whole rollout, `places` into one Batch.
 """
 
 from __future__ import annotations
@@ -102,9 +104,9 @@ from common.task import Problem
 
 SCRIPT = Path(__file__).resolve()
 CUDA = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-SEGMENT = 256 if CUDA else 16  # tokens decoded before ended completions are left out
-CHECK = 32  # tokens decoded before looking whether all completions have ended
-FEWEST_CACHED_TOKENS = 2**15  # a GPU caches the prompts of a micro-batch from so many tokens on
+SEGMENT = 256 if CUDA else 16  # ended completions are left out every so many decoded tokens
+CHECK = 32  # every so many, decoding stops if all have ended
+FEWEST_CACHED_TOKENS = 2**15  # of a micro-batch's prompts: with fewer, a GPU does not cache them
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
@@ -188,7 +190,7 @@ class Args:
     gradient_checkpointing: bool = flag(True, "recompute: less memory, but slower")
     # objective
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = flag(
-        "grpo", "divide the loss by a completion's length | an update's tokens | the limit"
+        "grpo", "divide the loss by a completion's tokens | an update's | max_completion_length"
     )
     scale_rewards: Literal["group", "batch", "none"] = flag(
         "group", "divide advantages by the standard deviation of rewards in the group | rollout"
@@ -275,21 +277,21 @@ class Batch:
     sampled_logp: Tensor  # [B, T] from the decode loop, at --temperature, before top_p
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] the reply: what the prompt begins of it, as <think>, and the completion
+    texts: list[str]  # [B] the completion, after any start of the reply in the prompt, as <think>
     completion_ids: list[list[int]]  # [B] tokens of the completion alone, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # set by `collect`
     rewards: Any = None  # [B] their weighted sum; NaN if none applies
     advantages: Any = None  # [B]
     loss_mask: Any = None  # [B, T] bool: the tokens that are trained on
-    update_tokens: float = 0.0  # that an update trains on, over all processes; a mean over updates
+    tokens_per_update: float = 0.0  # trained on, over all processes: the mean over updates
     # set by `score`
     old_logp: Any = None  # [B, T] before the rollout's first update; None if it has only one
     reference_logp: Any = None  # [B, T] of the policy before training, if beta > 0
     base_logp: Any = None  # [B, T] without the adapter; only methods set it, for the metric `kl`
     scores: Any = None  # [B, T] from `token_scores`
-    weights: Any = None  # [B, T] each token's share of the credit, in reports; mean 1
-    credit: Any = None  # [B, T] what `surrogate_terms` multiplies; in ARCA it is `weights`
+    weights: Any = None  # [B, T] for reports: each token's credit, scaled to mean 1
+    credit: Any = None  # [B, T] for the loss: what `surrogate_terms` multiplies; ARCA: `weights`
     bounds: tuple | None = None  # low and high limit of the ratio, if the method sets its own
 
     @property
@@ -312,7 +314,7 @@ class Batch:
         return part
 
     def put(self, index: Tensor, part: Batch) -> None:
-        """Replaces the completions `index` by those of a batch of the same widths."""
+        """Replaces the completions `index` by those of `part`, which is as wide: see `sample`."""
         for name, value in self.per_completion().items():
             for i, item in zip(index.tolist(), getattr(part, name), strict=True):
                 value[i] = item
@@ -345,7 +347,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     `metrics`.
     """
     credit = run.args.credit
-    # How far the entropy falls to the next token; 0 for the last token.
+    # How far the entropy falls to the next token, 0 if that is padding; `pad` adds the last column.
     falls = (micro.entropy[:, :-1] - micro.entropy[:, 1:]).clamp(min=0) * micro.mask[:, 1:]
     rollout_scores = {  # what the rollout knows: these need no forward pass
         "uniform": torch.ones_like(micro.entropy),
@@ -356,14 +358,15 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     if credit in rollout_scores:
         return rollout_scores[credit]
 
-    # PEFT wraps each adapted layer. If the head is the only one, no hidden state ever moves.
+    # PEFT gives a layer with an adapter a `base_layer`. If only the head has one, hidden states
+    # never move.
     adapted = [layer for layer in run.model.modules() if hasattr(layer, "base_layer")]
     if credit != "divergence" and adapted == [run.model.get_output_embeddings()]:
         fail(f"--credit {credit} sees hidden states, which an adapter of the head never moves")
 
-    # Compare the policy with its base, the same model with the adapter disabled: their log-probs,
-    # and their hidden states after the final norm. In bf16 the small changes of a new adapter would
-    # be lost to rounding.
+    # Compare the policy with its base, the same model with the adapter disabled: their hidden
+    # states after the final norm, or their log-probs. (The metric `kl` always needs the base's.) In
+    # bf16 the small changes of a new adapter would be lost to rounding.
     with in_fp32(run) as policy:
         logp, hidden = policy(micro, needs_logp=(credit == "divergence"))
         with run.model.disable_adapter():
@@ -389,7 +392,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     """Turns the scores of a rollout into `weights`. In ARCA they are also the `credit`.
 
     The control `shuffled` puts ARCA's weights in another order, and `random` takes random ones that
-    are as concentrated. `batch` and `metrics` are for other methods.
+    are as concentrated.
     """
     for micro in micros:
         micro.weights = normalize(micro.scores, micro.mask, run.args.sharpening)
@@ -400,10 +403,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
 
 
 def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log of the ratio to clip, and the advantage, of each token [B, T].
-
-    ARCA keeps the token's own ratio. Other methods may replace it.
-    """
+    """Returns the log of the ratio to clip, and the advantage, of each token [B, T]."""
     return log_ratio, micro.advantages[:, None] * micro.credit
 
 
@@ -414,9 +414,9 @@ def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor
 def train(run: Run) -> None:
     """Runs GRPO: collects a rollout, scores its tokens, updates the policy on it, and repeats."""
     args = run.args
-    evaluates = True  # whether to evaluate before the next rollout, and show it in credit.html
+    evaluation_is_due = True  # then evaluate, and show the next rollout in credit.html
     while run.step < args.max_steps:
-        if evaluates:
+        if evaluation_is_due:
             evaluate(run)
         former_step = run.step
         metrics: dict[str, float] = {}  # each step adds its own
@@ -426,29 +426,29 @@ def train(run: Run) -> None:
         all_micros = [micro for micros in updates for micro in micros]  # `score` fills these
         score(run, batch, all_micros, metrics)
 
-        with run.deferred_signals():  # a signal's checkpoint waits for the rollout's last update
+        with run.deferred_signals():  # a signal ends the run only after the rollout's last update
             for _ in range(args.num_iterations):
-                for micros in updates[: args.max_steps - run.step]:
+                for micros in updates[: args.max_steps - run.step]:  # none beyond --max_steps
                     with timed(metrics, "seconds_update"):
                         metrics |= update(run, micros)
                     run.step += 1
                     run.log.write({"step": run.step} | metrics)
-                    # The log's next row repeats the rollout's metrics, but not its seconds.
+                    # Every update logs the rollout's metrics, but only the first logs its seconds.
                     metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
-            if evaluates or run.step >= args.max_steps:
+            if evaluation_is_due or run.step >= args.max_steps:
                 run.page_examples += credit_example(
                     run.tokenizer, all_micros, args.num_generations, former_step, args.system_prompt
                 )
         if run.log.has_diverged():
             fail(
-                "loss or gradient not finite in ten updates in a row: delete checkpoints from step "
-                f"{max(0, run.step - 9 - run.updates_per_rollout)} on, which may be ruined, lower "
-                "--learning_rate and go on"
+                "loss or gradient not finite in ten updates in a row: lower --learning_rate, "
+                f"delete checkpoint-{max(0, run.step - 9 - run.updates_per_rollout)} and later, "
+                "which may be ruined, and go on"
             )
 
-        if run.has_reached(args.save_steps, former_step):
+        if run.is_due(args.save_steps, former_step):
             save_checkpoint(run)
-        evaluates = run.has_reached(args.eval_steps, former_step)
+        evaluation_is_due = run.is_due(args.eval_steps, former_step)
     evaluate(run)
 
 
@@ -460,21 +460,22 @@ def collect(run: Run, metrics: dict) -> Batch:
     args = run.args
     accelerator = run.accelerator
 
-    # Deal out the rows by update and then by process, so that an update has the same rows on any
-    # number of processes. Run has made sure that each process has whole groups.
-    rows_by_update = torch.arange(run.rollout_size).view(
+    # Deal out the rows by update, then by process: any number of processes makes the same updates.
+    # Run has made sure that each process has whole groups.
+    rows_by_update = torch.arange(run.rollout_size).view(  # [updates, processes, their rows]
         run.updates_per_pass, accelerator.num_processes, -1
     )
     rows = rows_by_update[:, accelerator.process_index].flatten()
 
-    # Sample and grade. A group with equal rewards teaches nothing, and may be replaced.
+    # A group with equal rewards teaches nothing, and may be replaced. Its own rewards tell, so this
+    # process's are enough here.
     logged: dict[str, list[float]] = {}  # by name: what reward functions give, and what they log
     with timed(metrics, "seconds_rollout"):
         batch = sample_attempt(run, rows, 0, logged)
         for attempt in range(1, args.max_resample_times + 1):
-            by_group = batch.function_rewards.unflatten(0, (-1, args.num_generations))
+            group_rewards = batch.function_rewards.unflatten(0, (-1, args.num_generations))
             places = places_without_signal(
-                aggregated_advantages(args, by_group, run.reward_weights)
+                aggregated_advantages(args, group_rewards, run.reward_weights)
             )
             if len(places) > 0:
                 batch.put(places, sample_attempt(run, batch.rows[places], attempt, logged))
@@ -491,7 +492,7 @@ def collect(run: Run, metrics: dict) -> Batch:
     batch.advantages = advantages.flatten()[batch.rows]
 
     batch.loss_mask = batch.mask & ~(batch.truncated & args.mask_truncated_completions)[:, None]
-    batch.update_tokens = (
+    batch.tokens_per_update = (
         accelerator.reduce(batch.loss_mask.sum(), "sum").item() / run.updates_per_pass
     )
 
@@ -503,8 +504,7 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     """Returns a batch of the given rows of the rollout, sampled and graded.
 
     A row's problem and random numbers follow from the seed, the rollout, the row and the attempt,
-    which is 0 at first, and 1, 2, ... for groups that are drawn again. Those take their problems
-    from another shuffle.
+    which is 0 at first, and 1, 2, ... for groups that are drawn again, from another shuffle.
     """
     args = run.args
     suffix = f" attempt {attempt}" if attempt > 0 else ""
@@ -539,12 +539,12 @@ def aggregated_advantages(args: Args, rewards: Tensor, reward_weights: Tensor) -
     if args.multi_objective_aggregation == "sum_then_normalize":
         advantages = group_advantages(weighted_sum(rewards, reward_weights), args.scale_rewards)
     else:  # GDPO (arXiv 2601.05242): normalize each function by group, then the sum by batch
-        # With NaN where a function does not apply, the sum leaves it out.
+        # NaN again where a function does not apply, so that the sum leaves it out.
         normalized = group_advantages(rewards, "group").where(~rewards.isnan(), torch.nan)
         total = weighted_sum(normalized, reward_weights)
-        # `view(1, -1)` makes one group of the whole batch.
+        # `view(1, -1)` makes one group of the whole rollout.
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        # Rounding must not move a total of 0, because `micro_batches` leaves out advantages of 0.
+        # The mean of `total` is 0 up to rounding. Keep each 0 exact: `micro_batches` drops those.
         advantages[total == 0] = 0.0
     return advantages.float()
 
@@ -557,11 +557,11 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     advantage is 0.
     """
     is_known = ~rewards.isnan()
-    # Subtract the best reward first: of equal rewards this leaves exactly 0, and their mean may be
-    # rounded.
+    # Subtract the best reward first: equal rewards then give exactly 0. Their mean alone might not,
+    # as it may be rounded.
     from_best = rewards - rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)  # at most 0
     centered = (from_best - from_best.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
-    degrees_of_freedom = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)  # G - 1 if all are known
+    degrees_of_freedom = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)
     variance = centered.square().sum(1, keepdim=True) / degrees_of_freedom
     divisors: dict[str, Any] = {
         "group": variance.sqrt() + 1e-4,  # [prompts, 1, ...]
@@ -580,8 +580,8 @@ def micro_batches(run: Run, batch: Batch) -> list[list[Batch]]:
     """
     if run.args.beta == 0:
         batch.loss_mask = batch.loss_mask & (batch.advantages != 0)[:, None]
-    has_gradient = batch.loss_mask.any(1)  # [B]
-    lengths = batch.attention.sum(1)  # [B]
+    has_gradient = batch.loss_mask.any(1)
+    lengths = batch.attention.sum(1)
     updates = []
     # `collect` has put the completions of an update side by side.
     for places in torch.arange(len(lengths), device=lengths.device).chunk(run.updates_per_pass):
@@ -610,8 +610,8 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
-        # Where a score is not finite, the advantage becomes NaN, and so does the loss. So `update`
-        # takes no step, even if the method would have clamped the score.
+        # Make the loss NaN where a score is not finite, so that `update` takes no step. A method
+        # that clamps its scores would hide it.
         micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
@@ -621,9 +621,9 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
 def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     """Takes one optimizer step on the micro-batches of an update, and returns its metrics."""
     accelerator = run.accelerator
-    # Accumulate gradients. Only in the last backward pass does DDP exchange them.
+    # Only in the last backward pass does DDP exchange gradients.
     total_loss = torch.zeros((), device=accelerator.device)
-    averages = []
+    to_average = []
     for micro in micros:
         is_last = micro is micros[-1]
         with contextlib.nullcontext() if is_last else accelerator.no_sync(run.policy):
@@ -634,7 +634,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
             (loss * accelerator.num_processes).backward()
         total_loss += loss.detach()
         log_ratio = (logp - old_logp).detach()
-        averages.append(  # name: (values, mask of those that count)
+        to_average.append(  # name: (values, mask of those that count)
             {
                 "approx_kl": (log_ratio.exp() - 1 - log_ratio, micro.loss_mask),
                 "clip_fraction": (clipped, micro.loss_mask),
@@ -646,11 +646,11 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     grad_norm = accelerator.clip_grad_norm_(
         run.policy.parameters(), run.args.max_grad_norm or math.inf
     ).item()
-    # `means` leaves out a metric whose mask is empty, as when no token is trained on. Log a 0 then.
-    figures = dict.fromkeys(averages[0], 0.0) | means(accelerator, averages)
+    # `means` leaves out a metric without tokens, as when none is trained on. Log a 0 then.
+    figures = dict.fromkeys(to_average[0], 0.0) | means(accelerator, to_average)
 
-    # Take the step, unless it would put NaN into the weights. It comes after the last exchange
-    # between processes: if one failed after it, `run.step` would be one behind the weights.
+    # Step, unless that would put NaN into the weights. No exchange between processes may follow: if
+    # it failed, the weights would be one step ahead of `run.step`.
     learning_rate = run.args.learning_rate * run.share_of_peak_rate(run.step + 1)
     run.optimizer.param_groups[0]["lr"] = learning_rate
     is_finite = math.isfinite(total_loss + grad_norm)
@@ -681,10 +681,9 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. A divisor counts the
-    whole update, over all processes and including what `micro_batches` leaves out. So the losses of
-    micro-batches add up to the update's, however it is split. For dapo the divisor is a number of
-    tokens, the mean over the rollout's updates.
+    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Every divisor is of
+    the whole update (dapo: of the rollout's average update), over all processes, so that the losses
+    of micro-batches add up to the update's. It was counted before `micro_batches` left any out.
     """
     args = run.args
     log_ratio, token_advantages = surrogate_terms(args, micro, logp - old_logp)
@@ -704,7 +703,7 @@ def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple
 
     divisors = {
         "grpo": run.update_size * micro.loss_mask.sum(1, keepdim=True).clamp(min=1),  # [B, 1]
-        "dapo": max(micro.update_tokens, 1.0),
+        "dapo": max(micro.tokens_per_update, 1.0),
         "dr_grpo": run.update_size * args.max_completion_length,
     }
     scale = micro.loss_mask / divisors[args.loss_type]
@@ -1242,10 +1241,10 @@ class Run:
         """The number of the rollout that the next update is on."""
         return self.step // self.updates_per_rollout
 
-    def has_reached(self, interval: int, former_step: int) -> bool:
+    def is_due(self, interval: int, former_step: int) -> bool:
         """Returns whether a multiple of `interval` came after `former_step`, or training is over.
 
-        An interval of 0 is never reached.
+        With an interval of 0 nothing is ever due.
         """
         return interval > 0 and (
             self.step >= self.args.max_steps or self.step // interval > former_step // interval

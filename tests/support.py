@@ -196,7 +196,7 @@ def random_batch(module=grpo_arca, rows=8, prompt=6, length=12, seed=0, vocabula
         rewards=(noise[:, 0] > 0).float(),
         advantages=torch.randn(rows, generator=generator),
         loss_mask=mask,
-        update_tokens=float(mask.sum()),
+        tokens_per_update=float(mask.sum()),
         old_logp=torch.where(mask, -noise.abs(), 0.0),
         reference_logp=torch.where(mask, -noise.abs() - 0.1 * noise, 0.0),
         scores=torch.where(mask, noise.abs(), 0.0),
