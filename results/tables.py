@@ -509,7 +509,7 @@ def weights() -> Table:
             cells = [TITLES[study], group.rate, group.method.split()[-1]]
             cells += [str(len(group.lines())), shown(measured(worth, "adam")) if worth else "1"]
             for way in JUDGED:
-                if group.failed_seeds():  # not judged again
+                if group.failed_seeds() or group.baseline().failed_seeds():  # not judged again
                     cells.append(group.cells().get(way, ""))
                 elif group == group.baseline():
                     cells.append(f"{judged(group, way).mean():.3f}")
@@ -725,7 +725,9 @@ def draw_weights(path: Path) -> None:
         groups = [
             group
             for group in weighted_groups(study)
-            if group != group.baseline() and not group.failed_seeds()
+            if group != group.baseline()
+            and group.rate == STUDIES[study].rates[1]
+            and not group.failed_seeds()
         ]
         panel.axvline(0, color="black", linewidth=1)
         for row, group in enumerate(groups):
