@@ -431,7 +431,7 @@ def test_ten_skipped_updates_end_the_run_with_a_checkpoint(
 
     monkeypatch.setattr(grpo_arca, "token_scores", token_scores)
     code, _, err = run_main(max_steps=20, steps_per_generation=updates)
-    assert code == 1 and f"delete checkpoints from step {first_ruined} on" in err
+    assert code == 1 and f"delete checkpoint-{first_ruined} and later" in err
     assert [row["skipped_update"] for row in rows_of()] == [0] * 4 + [1] * (last - 4)
     assert (tmp_path / f"out/checkpoint-{last}/state.pt").is_file()
 
