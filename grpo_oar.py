@@ -207,7 +207,7 @@ class Args:
         "group", "divide advantages by the standard deviation of rewards in the group | rollout"
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = flag(
-        "sum_then_normalize", "for several rewards; normalize_then_sum is GDPO, 2601.05242"
+        "sum_then_normalize", "of several rewards; normalize_then_sum is GDPO (arXiv 2601.05242)"
     )
     negative_weight: float = flag(1.0, "scales advantages below 0; 0 ignores them")
     epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon")
@@ -249,7 +249,7 @@ class Args:
     num_generations_eval: Positive = flag(4, "samples per held-out problem")
     per_device_eval_batch_size: int = flag(32, "completions sampled at once")
     metric_for_best_model: str | None = flag(
-        None, "figure that says which evaluation is best; default: sampled_accuracy or a reward"
+        None, "figure that ranks evaluations; default: sampled_accuracy, or the first reward's"
     )
     output_dir: str = flag("", "default: runs/<script>-<credit>-<seed>")
     save_steps: int = flag(50, "updates between checkpoints; 0 is off")
