@@ -20,15 +20,14 @@ forward passes, as many as RLSD.
 """
 
 import math
-from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from common import fail
 from common.answers import last_boxed
-from common.credit import control_weights
-from grpo_arca import Batch, Run, credit_draws, flag, in_fp32, normalize
+from grpo_arca import Batch, Run, flag, in_fp32
+from methods.grpo import after_prompts, set_credit
 
 
 class Flags:
@@ -44,21 +43,11 @@ def told_logp(run: Run, micro: Batch, answers: list[str]) -> torch.Tensor:
     if "" in answers:
         fail("a problem has no answer that the policy could be told")
     prompts = [
-        torch.tensor(
-            [*problem.prompt_ids, *run.tokenizer.encode(f" {answer}", add_special_tokens=False)],
-            device=micro.ids.device,
-        )
+        (*problem.prompt_ids, *run.tokenizer.encode(f" {answer}", add_special_tokens=False))
         for problem, answer in zip(micro.problems, answers, strict=True)
     ]
-    told = torch.nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
-    informed = replace(
-        micro,
-        prompt_width=told.shape[1],
-        ids=torch.cat((told.clamp(min=0), micro.ids[:, micro.prompt_width :]), 1),
-        attention=torch.cat((told >= 0, micro.mask), 1),
-    )
     with in_fp32(run) as policy:  # the differences are small
-        return policy(informed)[0]
+        return policy(after_prompts(micro, prompts))[0]
 
 
 def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
@@ -76,11 +65,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         answers = [(last_boxed(text) or text)[:50].strip() or "none" for text in texts]
         evidence = micro.scores - told_logp(run, micro, answers)
         weights = (micro.advantages.sign()[:, None] * evidence).exp().clamp(0.8, 1.2)
-        micro.credit = (1 + run.args.cepo_lambda * (weights - 1)) * micro.mask
-        if run.args.credit == "shuffled":
-            draws = credit_draws(run, micro)
-            micro.credit = control_weights("shuffled", micro.credit, micro.mask, draws)
-        micro.weights = normalize(micro.credit, micro.mask, 1.0)
+        set_credit(run, micro, (1 + run.args.cepo_lambda * (weights - 1)) * micro.mask)
 
 
 # === END CREDIT ===

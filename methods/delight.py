@@ -21,8 +21,8 @@ from typing import Annotated, Literal
 
 import torch
 
-from common.credit import control_weights
-from grpo_arca import Batch, Run, credit_draws, flag, normalize
+from grpo_arca import Batch, Run, flag
+from methods.grpo import set_credit
 
 
 class Flags:
@@ -44,12 +44,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     """Multiplies advantages by the gates, without normalizing them."""
     for micro in micros:
         delight = micro.advantages[:, None] * micro.scores
-        micro.credit = torch.sigmoid(delight / run.args.delight_eta) * micro.mask
-        if run.args.credit == "shuffled":
-            micro.credit = control_weights(
-                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
-            )
-        micro.weights = normalize(micro.credit, micro.mask, 1.0)
+        set_credit(run, micro, torch.sigmoid(delight / run.args.delight_eta) * micro.mask)
 
 
 # === END CREDIT ===

@@ -22,8 +22,8 @@ from typing import Literal
 
 import torch
 
-from common.credit import control_weights
-from grpo_arca import Batch, Run, credit_draws, flag, normalize
+from grpo_arca import Batch, Run, flag
+from methods.grpo import set_credit
 
 
 class Flags:
@@ -77,10 +77,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     for micro, part in zip(micros, parts, strict=True):
         credit = torch.zeros_like(micro.entropy)
         credit[micro.mask] = part
-        if args.credit == "shuffled":
-            credit = control_weights("shuffled", credit, micro.mask, credit_draws(run, micro))
-        micro.credit = credit
-        micro.weights = normalize(credit, micro.mask, 1.0)
+        set_credit(run, micro, credit)
 
 
 # === END CREDIT ===

@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from common.credit import control_weights
 from grpo_arca import Batch, Run, credit_draws, flag
+from methods.grpo import set_credit
 
 
 class Flags:
@@ -42,16 +42,10 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     kept = max(1, round(run.args.kept_share * len(entropies)))
     lowest = entropies.topk(kept).values[-1]
     for micro in micros:
-        draws = credit_draws(run, micro)
         is_kept = micro.scores >= lowest
         if run.args.credit == "random":
-            is_kept = draws < run.args.kept_share
-        credit = (is_kept & micro.mask).float()
-        if run.args.credit == "shuffled":
-            credit = control_weights("shuffled", credit, micro.mask, draws)
-        micro.credit = credit
-        share = credit.sum(1, keepdim=True) / micro.mask.sum(1, keepdim=True)
-        micro.weights = credit / share.clamp(min=1e-30)
+            is_kept = credit_draws(run, micro) < run.args.kept_share
+        set_credit(run, micro, (is_kept & micro.mask).float())
 
 
 # === END CREDIT ===

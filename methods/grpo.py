@@ -7,13 +7,19 @@ So they also serve methods that score tokens and leave the rest to GRPO:
 
     A_t = A_i * T_i * s_t / sum_k s_k              s_t >= 0: the score of token t
 
-The source is arXiv 2402.03300. The credit is that of grpo_arca.py --credit uniform.
+Below them is what several methods call. The source is arXiv 2402.03300. The credit is that of
+grpo_arca.py --credit uniform.
 """
 
+import json
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
+from common import fail
 from common.credit import control_weights
-from grpo_arca import Args, Batch, Run, credit_draws, normalize
+from grpo_arca import Args, Batch, Run, credit_draws, key_seed, normalize
 
 
 # === CREDIT ===
@@ -35,6 +41,50 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
 def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the log-ratio of each token, and its advantage, both [B, T]."""
     return log_ratio, micro.advantages[:, None] * micro.credit
+
+
+def set_credit(run: Run, micro: Batch, credit: Tensor) -> None:
+    """Gives a micro-batch this credit [B, T] or, with --credit shuffled, the same in random order.
+
+    `weights`, which are shown, are its size over its mean size in the completion.
+    """
+    if run.args.credit == "shuffled":
+        credit = control_weights("shuffled", credit, micro.mask, credit_draws(run, micro))
+    micro.credit = credit
+    micro.weights = normalize(credit.abs(), micro.mask, 1.0) * (credit != 0)
+
+
+def after_prompts(micro: Batch, prompts: list[tuple[int, ...]]) -> Batch:
+    """Returns the same completions after other prompts, which are token ids."""
+    rows = [torch.tensor(prompt, device=micro.ids.device) for prompt in prompts]
+    told = torch.nn.utils.rnn.pad_sequence(rows, True, padding_value=-1, padding_side="left")
+    return replace(
+        micro,
+        prompt_width=told.shape[1],
+        ids=torch.cat((told.clamp(min=0), micro.ids[:, micro.prompt_width :]), 1),
+        attention=torch.cat((told >= 0, micro.mask), 1),
+    )
+
+
+def informed(run: Run, micro: Batch) -> Batch:
+    """Returns the completions after prompts that end with the answer that --told asks for."""
+    from common.data import encode_prompts, whole_prompt  # here, as few forks need them
+
+    prompts: list[tuple[int, ...]] = []
+    for problem in micro.problems:
+        answer = problem.answer
+        if answer == "":
+            fail("a problem has no answer that the policy could be told")
+        if run.args.told == "wrong":  # that of another problem, the same one for a whole group
+            others = [p.answer for p in run.train_set if p.answer not in ("", answer)]
+            answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
+        messages = whole_prompt(problem.prompt, run.args.system_prompt)
+        place = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        content = messages[place]["content"] + f" The answer is {answer}."
+        messages[place] = messages[place] | {"content": content}
+        template_kwargs = json.loads(run.args.chat_template_kwargs)
+        prompts += encode_prompts(run.tokenizer, [messages], template_kwargs)
+    return after_prompts(micro, prompts)
 
 
 # === END CREDIT ===

@@ -21,8 +21,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from common.credit import control_weights
-from grpo_arca import Batch, Run, credit_draws, flag, normalize
+from grpo_arca import Batch, Run, flag
+from methods.grpo import set_credit
 
 
 class Flags:
@@ -43,12 +43,8 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     mean = batch.entropy[batch.mask].mean()
     for micro in micros:
         surplus = (micro.scores - mean) / mean.clamp(min=1e-7)  # 0 where no token is uncertain
-        micro.credit = (1 + run.args.entropy_weight * surplus).clamp(min=0) * micro.mask
-        if run.args.credit == "shuffled":
-            micro.credit = control_weights(
-                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
-            )
-        micro.weights = normalize(micro.credit, micro.mask, 1.0)
+        weights = (1 + run.args.entropy_weight * surplus).clamp(min=0)
+        set_credit(run, micro, weights * micro.mask)
 
 
 # === END CREDIT ===

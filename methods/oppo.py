@@ -18,17 +18,14 @@ order. --told wrong tells the policy the answer of another problem: if the credi
 was never about the answer.
 """
 
-import json
-from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from common import fail
-from common.credit import control_weights
-from common.data import encode_prompts, whole_prompt
-from grpo_arca import Args, Batch, Run, credit_draws, flag, in_fp32, key_seed, normalize
+from grpo_arca import Args, Batch, Run, flag, in_fp32
+from methods.grpo import informed, set_credit
 
 
 class Flags:
@@ -40,33 +37,6 @@ class Flags:
 
 
 # === CREDIT ===
-def informed(run: Run, micro: Batch) -> Batch:
-    """Returns the completions after prompts that end with the answer that --told asks for."""
-    prompts = []
-    for problem in micro.problems:
-        answer = problem.answer
-        if answer == "":
-            fail("a problem has no answer that the policy could be told")
-        if run.args.told == "wrong":  # that of another problem, the same one for a whole group
-            others = [p.answer for p in run.train_set if p.answer not in ("", answer)]
-            answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
-        messages = whole_prompt(problem.prompt, run.args.system_prompt)
-        place = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        content = messages[place]["content"] + f" The answer is {answer}."
-        messages[place] = messages[place] | {"content": content}
-        (ids,) = encode_prompts(
-            run.tokenizer, [messages], json.loads(run.args.chat_template_kwargs)
-        )
-        prompts.append(torch.tensor(ids, device=micro.ids.device))
-    told = torch.nn.utils.rnn.pad_sequence(prompts, True, padding_value=-1, padding_side="left")
-    return replace(
-        micro,
-        prompt_width=told.shape[1],
-        ids=torch.cat((told.clamp(min=0), micro.ids[:, micro.prompt_width :]), 1),
-        attention=torch.cat((told >= 0, micro.mask), 1),
-    )
-
-
 def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns the evidence of each token [B, T]."""
     with in_fp32(run) as policy:  # errors of many tokens would add up
@@ -87,12 +57,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
         value = torch.sigmoid(priors[group, None] + F.pad(micro.scores.cumsum(1), (1, 0)))
         change = value.diff(dim=1)
         sign = micro.advantages.sign()[:, None]
-        micro.credit = sign * (sign * change).clamp(min=0)
-        if run.args.credit == "shuffled":
-            micro.credit = control_weights(
-                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
-            )
-        micro.weights = normalize(micro.credit.abs(), micro.mask, 1.0) * (micro.credit != 0)
+        set_credit(run, micro, sign * (sign * change).clamp(min=0))
 
 
 def surrogate_terms(

@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 
 from common import fail
-from common.credit import control_weights
-from grpo_arca import Args, Batch, Run, credit_draws, flag, head_logits, in_fp32, normalize
+from grpo_arca import Args, Batch, Run, flag, head_logits, in_fp32
+from methods.grpo import set_credit
 
 
 class Flags:
@@ -68,11 +68,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     for micro, place in zip(micros, places, strict=True):
         length = micro.mask.shape[1]
         credit = micro.advantages[:, None] - baselines[place // size, :length]
-        micro.credit = credit * (micro.mask & is_voter[place, None])
-        if run.args.credit == "shuffled":
-            draws = credit_draws(run, micro)
-            micro.credit = control_weights("shuffled", micro.credit, micro.mask, draws)
-        micro.weights = normalize(micro.credit.abs(), micro.mask, 1.0) * (micro.credit != 0)
+        set_credit(run, micro, credit * (micro.mask & is_voter[place, None]))
 
 
 def surrogate_terms(

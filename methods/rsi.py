@@ -18,8 +18,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from common.credit import control_weights
-from grpo_arca import Batch, Run, credit_draws, flag
+from grpo_arca import Batch, Run, flag
+from methods.grpo import set_credit
 
 
 class Flags:
@@ -43,12 +43,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     args = run.args
     for micro in micros:
         is_kept = (micro.scores >= args.rsi_low) & (micro.scores <= args.rsi_high) & micro.mask
-        micro.credit = is_kept.float()
-        if args.credit == "shuffled":
-            draws = credit_draws(run, micro)
-            micro.credit = control_weights("shuffled", micro.credit, micro.mask, draws)
-        share = micro.credit.sum(1, keepdim=True) / micro.mask.sum(1, keepdim=True)
-        micro.weights = micro.credit / share.clamp(min=1e-30)
+        set_credit(run, micro, is_kept.float())
 
 
 # === END CREDIT ===

@@ -20,8 +20,8 @@ from typing import Annotated, Literal
 
 import torch
 
-from common.credit import control_weights
-from grpo_arca import Batch, Run, credit_draws, flag, normalize
+from grpo_arca import Batch, Run, flag
+from methods.grpo import set_credit
 
 
 class Flags:
@@ -64,16 +64,12 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     praised = surprising(micros, 1, args.surprising_share)
     blamed = surprising(micros, -1, args.surprising_share)
     for micro, is_praised, is_blamed in zip(micros, praised, blamed, strict=True):
-        micro.credit = micro.mask.float()
+        credit = micro.mask.float()
         if is_low:
-            micro.credit[is_praised] = args.amplification
+            credit[is_praised] = args.amplification
         if is_low and args.stare_variant == "C2":
-            micro.credit[is_blamed] = args.attenuation
-        if args.credit == "shuffled":
-            micro.credit = control_weights(
-                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
-            )
-        micro.weights = normalize(micro.credit, micro.mask, 1.0)
+            credit[is_blamed] = args.attenuation
+        set_credit(run, micro, credit)
 
 
 # === END CREDIT ===

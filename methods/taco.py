@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 
 import torch
 
-from common.credit import control_weights
-from grpo_arca import Batch, Run, credit_draws, flag, normalize
+from grpo_arca import Batch, Run, flag
+from methods.grpo import set_credit
 
 
 class Flags:
@@ -46,12 +46,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Multiplies advantages by the weights, whose mean over a completion may be below 1."""
     for micro in micros:
-        micro.credit = micro.scores
-        if run.args.credit == "shuffled":
-            micro.credit = control_weights(
-                "shuffled", micro.credit, micro.mask, credit_draws(run, micro)
-            )
-        micro.weights = normalize(micro.credit, micro.mask, 1.0)
+        set_credit(run, micro, micro.scores)
 
 
 # === END CREDIT ===

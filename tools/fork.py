@@ -28,7 +28,8 @@ editors and checkers; of this, imports that grpo_arca.py lacks are taken along:
 A method without flags has the second region alone. This region holds those of token_scores,
 assign_credit and surrogate_terms that differ from GRPO's, and other functions that they call. The
 rest of the three is copied from methods/grpo.py. Whatever else is used but not defined is copied
-from the regions of grpo_arca.py: functions such as `normalize` and `control_weights`, and flags.
+from there, such as `set_credit`, or from the regions of grpo_arca.py: functions such as
+`normalize`, and flags. To please editors, import such functions outside the marks.
 
 If there is no flag `credit`, it is added. Its default is the file's name. To scores of the method
 that GRPO's assign_credit turns into credit, it also offers two controls, random and shuffled. A
@@ -44,7 +45,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(^ *# === (?:END )?CREDIT ===\n)", re.M)
 NAME = re.compile(r"(?:def |class |from \S+ import )?(\w+)")
-IMPORT = re.compile(r"^(?:from (?!grpo_arca )\S+ )?import (?:\([^)]*\)|.*)\n", re.M)
+IMPORT = re.compile(r"^(?:from (?!grpo_arca |methods)\S+ )?import (?:\([^)]*\)|.*)\n", re.M)
 
 
 def statements(code: str) -> dict[str, str]:
