@@ -47,7 +47,7 @@ METHODS = {  # --credit -> its script
     "p_trace": "grpo_strace",
     "s_trace": "grpo_strace",
 }
-SAMPLES = 4  # of a problem
+SAMPLES = 4  # of each of 200 problems
 AT_ONCE = 128  # completions that are scored together
 KEPT_FLAGS = (  # those of a run on which its policy and its task depend
     "model_name_or_path", "model_revision", "load_in_4bit", "dtype", "gradient_checkpointing",
@@ -58,11 +58,11 @@ KEPT_FLAGS = (  # those of a run on which its policy and its task depend
 
 
 # ---- Policies and completions --------------------------------------------------------------------
-def flags_of(folder: Path, problems: int) -> list[str]:
+def flags_of(folder: Path) -> list[str]:
     """Returns those flags of the run in a folder that another run must share."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     flags = [f"--{name}={config[name]}" for name in KEPT_FLAGS if config[name] is not None]
-    return [*flags, f"--num_generations={SAMPLES}", f"--max_eval_samples={problems}"]
+    return [*flags, f"--num_generations={SAMPLES}", "--max_eval_samples=200"]
 
 
 def sample(run: Any, module: Any) -> Any:
@@ -138,9 +138,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="of a run")
-    parser.add_argument("--problems", type=int, default=200, help="held out, 4 samples each")
     options = parser.parse_args()
-    flags = flags_of(options.folder, options.problems)
+    flags = flags_of(options.folder)
     trained = [*flags, f"--start_adapter={options.folder / 'adapter'}"]
     rows: list[dict[str, Any]] = []
     for policy, own_flags in (("untrained", flags), ("trained", trained)):

@@ -14,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,17 +31,6 @@ TEMPERATURES = (1.0, 0.3)
 UNTRAINED = "untrained"
 
 
-class Evaluation:
-    """Keeps the figures of an evaluation, in place of a run's log."""
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Keeps them."""
-        self.figures = row["eval"]
-
-    def write_completions(self, *completions: Any) -> None:
-        """Keeps none."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     flags = STUDIES[options.study].command_line(1, "0")
     run: Any = grpo_arca.Run(grpo_arca.parse_args([*flags, "--num_generations_eval", "16"]))
-    run.log = Evaluation()
+    run.log = mock.Mock()  # it remembers what an evaluation writes
     folder = options.runs or RUNS / options.study
     rows = read_csv(DATA)
     done = {row["run"] for row in rows if row["study"] == options.study}
@@ -66,7 +56,8 @@ def main() -> None:
         for temperature in TEMPERATURES:
             run.args.temperature = temperature
             grpo_arca.evaluate(run)
-            rows.append(facts | {"temperature": temperature} | run.log.figures)
+            (row,) = run.log.write.call_args.args
+            rows.append(facts | {"temperature": temperature} | row["eval"])
         write_csv(rows, DATA)
 
 

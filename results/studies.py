@@ -3,7 +3,6 @@
     python results/studies.py                           # all that is missing; a killed run resumes
     python results/studies.py wrong_policy --methods ARCA "methods/oppo.py --credit shuffled"
     python results/studies.py nearly_right_policy --methods ARCA --updates 1 4 --rate 0.002
-    python results/studies.py smollm2_float32 --list    # the runs, and which are done
     python results/studies.py --collect                 # finished runs -> results/data/studies/
 
 A method is a name of METHODS, or a script with its flags. A file of methods/ is forked first, by
@@ -15,9 +14,10 @@ by seed. Without --rate, every method has GRPO's learning rate. The studies are
                      wrong_policy_3 are the same with policies that get other things wrong
     nearly_right_policy
                      chains of 8 operations, by a policy that is right greedily: 80 rollouts of 16
-    smollm2          SmolLM2-135M-Instruct in bfloat16 on the sums of tools/smollm2.py: 20 rollouts
-                     of 32. A CPU without bfloat16 instructions takes smollm2_float32, whose
-                     runs are evaluated at their two ends only, to save time
+    smollm2          SmolLM2-135M-Instruct in bfloat16 on its sums, both made by `python
+                     tools/smollm2.py smollm2`: 20 rollouts of 32. A CPU without bfloat16
+                     instructions takes smollm2_float32, whose runs are evaluated at their two ends
+                     only, to save time
     default_command  the default flags: 45 rollouts of 128
     small_rollouts   the same with rollouts of 16, at half the rate
 
@@ -29,7 +29,6 @@ many a rollout sampled, and `commit` is the code's.
 """
 
 import argparse
-import csv
 import fcntl
 import itertools
 import json
@@ -203,10 +202,9 @@ class Run(NamedTuple):
         name = "".join(c if c.isalnum() or c in ".-" else "_" for c in "-".join(words))
         return RUNS / self.study / name
 
-    def command(self, smollm2: Path) -> list[str]:
+    def command(self) -> list[str]:
         """Returns the command that trains it, or goes on with it."""
         words = STUDIES[self.study].command_line(self.updates, self.rate)
-        words = [word.replace(str(ROOT / "smollm2"), str(smollm2)) for word in words]
         words += [f"--seed={self.seed}", f"--output_dir={self.folder}"]
         script, *own = shlex.split(METHODS.get(self.method, self.method))
         if script.startswith("methods/"):
@@ -235,19 +233,15 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a table, none if there is no such file."""
     if not path.exists():
         return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+    return pandas.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
     """Writes a table, its floats with six digits. A row may lack some columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = dict.fromkeys(name for row in rows for name in row)
-    with open(path, "w", newline="") as file:
-        lines = csv.DictWriter(file, list(names), lineterminator="\n")
-        lines.writeheader()
-        for row in rows:
-            lines.writerow({k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()})
+    cells = pandas.DataFrame(rows).astype(object).fillna("")
+    texts = cells.map(lambda cell: f"{cell:.6g}" if isinstance(cell, float) else cell)
+    texts.to_csv(path, index=False)
 
 
 def chosen_runs(options: argparse.Namespace) -> list[Run]:
@@ -367,24 +361,17 @@ def main() -> None:
     parser.add_argument("--rate", help="learning rate; default: GRPO's")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1, 9)))
     parser.add_argument("--processes", type=int, default=cores())
-    parser.add_argument("--smollm2", type=Path, default=ROOT / "smollm2", help="its folder")
-    parser.add_argument("--list", action="store_true", help="train nothing")
     parser.add_argument("--collect", nargs="?", type=Path, const=RUNS, metavar="FOLDER")
     options = parser.parse_args()
     if options.collect:
         collect(options.collect)
         return
-    runs = chosen_runs(options)
-    if options.list:
-        for run in runs:
-            print("done   " if run.is_done() else "missing", run.folder.relative_to(RUNS))
-        return
-    missing = [run for run in runs if not run.is_done()]
+    missing = [run for run in chosen_runs(options) if not run.is_done()]
     fork_methods(missing)
     for run in missing:
         run.folder.mkdir(parents=True, exist_ok=True)
         (run.folder / "run.json").write_text(json.dumps(run._asdict()))
-    commands = {run.folder: run.command(options.smollm2.absolute()) for run in missing}
+    commands = {run.folder: run.command() for run in missing}
     updates = sum(STUDIES[run.study].rollouts * run.updates for run in missing)
     train_all(commands, updates, options.processes)
 

@@ -37,7 +37,7 @@ import pandas
 from compare import draw_dots, plt
 from paired import area, comparison, holm, mean_interval, smallest_to_pass
 from studies import DATA as STUDY_DATA
-from studies import GRPO, MAIN, METHODS, ORACLES, STUDIES, Study, key_of, read_csv, write_csv
+from studies import GRPO, MAIN, METHODS, ORACLES, STUDIES, key_of, read_csv, write_csv
 
 DATA = ROOT / "results/data"
 OUTPUT = DATA / "tables"
@@ -70,7 +70,6 @@ SHOWN = {  # in figures, from top to bottom
     "S-trace": "#009E73",
 }
 COLORS = SHOWN | {GRPO: "black", "step values": "#56B4E9"}
-HALF = "GRPO, 8 completions"  # in place of 16
 GRPO_AGAIN = "GRPO, groups drawn again"
 AGAIN = [name for name in METHODS if name.endswith(("drawn again", "72 completions"))]
 SHUFFLED = {  # methods -> their own credits in random order, where these have another name
@@ -78,9 +77,8 @@ SHUFFLED = {  # methods -> their own credits in random order, where these have a
     "ARCA, groups drawn again": "ARCA's weights, shuffled, groups drawn again",
     "methods/entropy_mask.py": "methods/entropy_mask.py --credit random",
 }
-COMPARED = (*MAIN, *ORACLES)
 OAR_ON_RIGHT = "OAR-G, right answers only"
-PLANNED = (*COMPARED, "ARCA, p = 2", OAR_ON_RIGHT)  # rows on the wrong policy
+PLANNED = (*MAIN, *ORACLES, "ARCA, p = 2", OAR_ON_RIGHT)  # rows on the wrong policy
 SAME_AS_GRPO = "GRPO, its KL logged"
 RIVAL = "methods/"  # how the names of methods begin whose figures have a page of their own
 FEWEST_SEEDS = 3  # for an interval
@@ -130,35 +128,6 @@ Table = list[list[str]]  # the header, and then the rows
 
 
 # ---- Statistics ----------------------------------------------------------------------------------
-def summed_rates(study: Study) -> np.ndarray:
-    """Returns the share of a run's summed learning rates that lies before each evaluation.
-
-    The rate rises for three rollouts, and then falls to 0 along a cosine.
-    """
-    rollout = np.arange(1, study.rollouts + 1)
-    fall = (1 + np.cos(math.pi * (rollout - 3) / (study.rollouts - 2))) / 2
-    summed = np.append(0, np.cumsum(np.minimum(rollout / 3, fall)))
-    return summed[:: study.every] / summed[-1]
-
-
-def share_of_way(curves: np.ndarray, others: np.ndarray, places: np.ndarray) -> list[float]:
-    """Returns the share of their way after which curves [S, points] reach the end of others.
-
-    `places` [points] are the shares of the way at which the curves were measured. At every place,
-    the lead over the others' end has a paired t-interval. The first number returned is the first
-    place where the mean lead is 0. The other two are its 95% interval: the first places where the
-    upper limit and where the lower limit is 0.
-    """
-    way = np.linspace(0, 1, 10_001)
-    inside = np.array([np.interp(way, places, curve) for curve in curves])
-    mean, low, high = mean_interval(inside - others[:, -1:])
-    shares = []
-    for lead in (mean, high, low):
-        reached = way[lead >= 0]
-        shares.append(float(reached[0]) if len(reached) else math.inf)
-    return shares
-
-
 def has_failed(study: str, curves: np.ndarray) -> np.ndarray:
     """Returns which curves [..., points] are of runs that failed."""
     if study.startswith("smollm2"):
@@ -222,8 +191,6 @@ class Group(NamedTuple):
         row = compared(self, other, figure)
         if row["failed"]:
             return f"none: {row['failed']} of {row['seeds']} failed"
-        if row["seeds"] < FEWEST_SEEDS:
-            return "too few seeds"
         if self == other:
             return f"{figure_of(pairs_of(self, self)[0], figure).mean():.3f}"
         return shown([row["more"], row["low"], row["high"]], "+.3f")
@@ -251,9 +218,7 @@ class Group(NamedTuple):
 
         `otherwise`, if it is not empty, stands in where a line lacks the figure.
         """
-        lines = [
-            line for run in self.lines().values() for line in run[1:]
-        ]  # after the first update
+        lines = [line for run in self.lines().values() for line in run[1:]]  # with updates
         values = [line.get(name) or otherwise for line in lines]
         numbers = [float(value) for value in values if value]
         return f"{np.mean(numbers):.{places}f}" if numbers else "?"
@@ -377,8 +342,8 @@ def differences() -> list[Row]:
 
 # ---- Tables --------------------------------------------------------------------------------------
 def shown(numbers: list[float], form: str = ".2f") -> str:
-    """Returns "1.37 (1.22 to 1.53)"; an infinite share of rollouts is written as "never"."""
-    value, low, high = [f"{x:{form}}" if math.isfinite(x) else "never" for x in numbers]
+    """Returns "1.37 (1.22 to 1.53)"."""
+    value, low, high = [f"{x:{form}}" for x in numbers]
     return f"{value} ({low} to {high})"
 
 
@@ -442,7 +407,7 @@ def nearly_right_policy() -> Table:
     groups = [
         group
         for group in groups_of("nearly_right_policy")
-        if not group.method.startswith((HALF, WEIGHT))
+        if not group.method.startswith(("GRPO, 8 completions", WEIGHT))
     ]
     return table_of(groups, {
         "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
@@ -574,17 +539,17 @@ def worth() -> Table:
 
 def rivals() -> Table:
     """What training with files of methods/ gave."""
-    found = {
-        (row["study"], row["rate"], row["method"], row["figure"]): row for row in differences()
-    }
-    table = [["method", "updates", "rate", "seeds", "area over GRPO", "end over GRPO",
-              "p of the end, corrected", "cut"]]  # fmt: skip
-    trained = at_grpos_rate("wrong_policy")
-    for group in sorted(group for group in trained if group.method.startswith(RIVAL)):
-        cells = group.cells()
-        p = found[group.title(), group.rate, group.method, "end"].get("p_holm", "")
-        row = [cells[name] for name in ("method", "updates", "rate", "seeds", "area", "end")]
-        table.append([*row, f"{p:.2}" if p else "", cells["cut"]])
+    ends = [row for row in differences() if row["figure"] == "end"]
+    p_values = {(row["study"], row["rate"], row["method"]): row.get("p_holm") for row in ends}
+    groups = [group for group in at_grpos_rate("wrong_policy") if group.method.startswith(RIVAL)]
+    table = table_of(sorted(groups), {
+        "method": "method", "updates": "updates", "rate": "rate", "seeds": "seeds",
+        "area over GRPO": "area", "end over GRPO": "end", "cut": "cut",
+    })  # fmt: skip
+    table[0].insert(-1, "p of the end, corrected")
+    for group, cells in zip(sorted(groups), table[1:], strict=True):
+        p = p_values[group.title(), group.rate, group.method]
+        cells.insert(-1, f"{p:.2}" if p else "")
     return table
 
 
@@ -602,46 +567,6 @@ def rivals_worth() -> Table:
     """The same as `worth` for files of methods/."""
     names = set().union(*map(worth_of, RIVAL_POLICIES))
     return worth_rows(sorted(name for name in names if name.startswith(RIVAL)), RIVAL_POLICIES)
-
-
-def predictions() -> list[tuple[str, Group, Group, list[float], list[float]]]:
-    """Returns pairs of groups whose worth was measured before they were trained.
-
-    A pair has its task, the better group and the other one, and two figures with their intervals:
-    Adam's worth of the better group over the other, and the number of the other's completions that
-    are worth one of the better group's. Methods are paired with GRPO, and GRPO with GRPO on half of
-    the completions.
-    """
-    found = []
-    for study in ("nearly_right_policy", "wrong_policy"):
-        grpo = Group(study, 1, STUDIES[study].rates[1], GRPO)
-        rows = worth_of(study)
-        if len(grpo.of(HALF).lines()) >= FEWEST_SEEDS:
-            half, low, high = measured(rows["half of the groups"], "adam")
-            found.append((study, grpo, grpo.of(HALF), [1 / half, 1 / high, 1 / low], [2.0] * 3))
-        for method, row in rows.items():
-            worth = measured(row, "adam")
-            if method in PLANNED and grpo.of(method).lines() and worth[0] != 1:
-                completions = measured(row, "completions")
-                found.append((study, grpo.of(method), grpo, worth, completions))
-    return found
-
-
-def laws() -> Table:
-    """Three predictions of how soon a method reaches GRPO's end, and what training gave."""
-    table = [["task", "method", "over", "completions, c", "1 / c", "root of 1 / c",
-              "share of the rollouts", "Adam's worth", "root of 1 / worth",
-              "share of the summed rates"]]  # fmt: skip
-    for study, group, other, worth, completions in predictions():
-        cells = [TITLES[study], group.method, other.method, shown(completions)]
-        cells += [f"{1 / completions[0]:.2f}", f"{completions[0] ** -0.5:.2f}"]
-        pairs = pairs_of(group, other)
-        places = summed_rates(STUDIES[study])
-        cells.append(shown(share_of_way(*pairs, np.linspace(0, 1, len(places)))))
-        value, low, high = [adam**-0.5 for adam in worth]
-        cells += [shown(worth), shown([value, high, low])]
-        table.append([*cells, shown(share_of_way(*pairs, places))])
-    return table
 
 
 def tokens() -> Table:
@@ -662,7 +587,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
         result, tests, wrong_policy, nearly_right_policy,
-        smollm2, controls, three_policies, weights, worth, laws, rivals, smollm2_float32,
+        smollm2, controls, three_policies, weights, worth, rivals, smollm2_float32,
         rivals_worth, tokens,
     )
 }  # fmt: skip

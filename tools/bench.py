@@ -5,8 +5,7 @@
     python tools/bench.py grpo_arca.py --trl                # TRL's GRPOTrainer beside it
     git worktree add ../before 362cd04 && python tools/bench.py grpo_arca.py --against ../before
     python tools/bench.py grpo_arca.py --trl --shape 1.7B -- --max_completion_length 256
-    python tools/bench.py --kernels --shape 1.7B -- --credit uniform   # what a step executes
-    python tools/bench.py --operations --shape narrow                  # and how much on a GPU
+    python tools/bench.py --operations --shape narrow       # what a step asks a GPU for
 
 A method is a script and its flags, in quotes. The flags after `--` go to all methods. A repeat is a
 short run of each method. Every second repeat goes through them backwards, so that a machine that
@@ -22,23 +21,19 @@ the time in `generate` alone, and the rest of its step counts as update.
 completions have the greatest length and are paid for different characters. OAR works on answers, so
 measure it on a real model. On a CPU a run has one thread, unless OMP_NUM_THREADS says otherwise.
 
---kernels measures no steps. It prints what grpo_arca.py executes, how often and for how long: in a
-rollout of one segment, in which a GPU reads the prompts and replays one step of decoding, and in an
-update on one micro-batch.
-
---operations counts on a CPU what grpo_arca.py would ask a GPU for. A GPU takes microseconds to
-begin an operation, and much of its time goes there. Views are free. A product with NF4 weights is
-four operations, as three make the weights dense, and a sum of a tensor and a product is two, unless
-it is in place. Counts depend on a model's layers, not on its widths: the shape "narrow" has those
-of 1.7B.
+--operations measures no steps. It counts on a CPU what grpo_arca.py would ask a GPU for. A GPU
+takes microseconds to begin an operation, and much of its time goes there. Views are free. A product
+with NF4 weights is four operations, as three make the weights dense, and a sum of a tensor and a
+product is two, unless it is in place. Counts depend on a model's layers, not on its widths: the
+shape "narrow" has those of 1.7B.
 """
 
 import argparse
+import itertools
 import json
 import logging
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,9 +47,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the scripts
 
+import pandas
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, TrainerCallback
 
 from common.metrics import peak_memory
@@ -67,7 +64,6 @@ METHODS = [
     "grpo_oar.py --credit oar_p",
     "grpo_strace.py",
 ]
-TRL = "TRL"
 SHAPES = {  # hidden and intermediate size, layers, heads, and whether the embeddings are shared
     "0.6B": (1024, 3072, 28, 16, True),
     "1.7B": (2048, 6144, 28, 16, True),
@@ -225,45 +221,7 @@ def run_trl(argv: list[str]) -> None:
     ).train()
 
 
-# ---- Kernels and operations ----------------------------------------------------------------------
-def first_micro_batch(argv: list[str]) -> tuple[Any, list]:
-    """Returns a run of grpo_arca.py, and its first micro-batch, which is scored."""
-    import grpo_arca
-
-    run = grpo_arca.Run(grpo_arca.parse_args(argv))
-    batch = grpo_arca.collect(run, {})
-    micros = grpo_arca.micro_batches(run, batch)[0][:1]
-    grpo_arca.score(run, batch, micros, {})
-    return run, micros
-
-
-def print_kernels(argv: list[str]) -> None:
-    """Prints what a rollout of one segment executes, and an update on one micro-batch."""
-    import grpo_arca
-
-    os.environ["TEARDOWN_CUPTI"] = "0"  # or a second profile may crash where a graph is recorded
-    run, micros = first_micro_batch(argv)
-    run.args.max_completion_length = grpo_arca.SEGMENT
-    print_profile(f"A rollout of {grpo_arca.SEGMENT} tokens", grpo_arca.collect, run, {})
-    print_profile("An update on one micro-batch", grpo_arca.update, run, micros)
-
-
-def print_profile(title: str, part: Callable, *inputs: Any) -> None:
-    """Prints what a part of a step executes, the longest in all first."""
-    part(*inputs)  # warms up
-    with torch.profiler.profile() as profiler:
-        part(*inputs)
-        clock()
-    events = profiler.key_averages()
-    on_gpu = [event for event in events if event.device_type.name == "CUDA"]
-    table = events.table(
-        sort_by="self_cuda_time_total" if on_gpu else "self_cpu_time_total",
-        row_limit=40,
-        max_name_column_width=80,
-    )
-    print(f"{title}: {sum(event.count for event in on_gpu)} kernels\n{table}")
-
-
+# ---- Operations ----------------------------------------------------------------------------------
 class Operations(TorchDispatchMode):
     """Counts the operations in a `with` block."""
 
@@ -292,9 +250,11 @@ def count_operations(argv: list[str]) -> dict[str, int]:
     """Returns how many operations a GPU is asked for, in parts of a step."""
     import grpo_arca
 
-    run, micros = first_micro_batch(
-        [*argv, "--max_completion_length", "3", "--cuda_graphs", "False"]
-    )
+    argv = [*argv, "--max_completion_length", "3", "--cuda_graphs", "False"]
+    run = grpo_arca.Run(grpo_arca.parse_args(argv))
+    batch = grpo_arca.collect(run, {})
+    micros = grpo_arca.micro_batches(run, batch)[0][:1]
+    grpo_arca.score(run, batch, micros, {})
     grpo_arca.update(run, micros)  # the first one makes the optimizer's state, too
     with mock.patch.object(F, "rms_norm", layer_norm), mock.patch.object(grpo_arca, "CUDA", True):
         longer = count_of(grpo_arca.collect, run, {})
@@ -324,7 +284,7 @@ def contenders_of(options: argparse.Namespace) -> list[Contender]:
         found.append(Contender(method, ROOT, command, reference))
     if options.trl:
         code = [sys.executable, "-c", "import sys, bench; bench.run_trl(sys.argv[1:])"]
-        found.append(Contender(TRL, ROOT, code, options.methods[0]))
+        found.append(Contender("TRL", ROOT, code, options.methods[0]))
     return found
 
 
@@ -340,66 +300,46 @@ def measure(contender: Contender, flags: list[str], warmup: int) -> dict[str, fl
         )
         if done.returncode != 0:
             sys.exit(f"bench.py: error: {contender.name} failed:\n{done.stderr[-2000:]}")
-        lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    updates = [row for row in rows if "seconds_update" in row][warmup:]
-    if not all(row["seconds_rollout"] for row in updates):
+        rows = pandas.read_json(f"{folder}/run/metrics.jsonl", lines=True)
+    updates = rows[rows["seconds_update"].notna()][warmup:]
+    if not updates["seconds_rollout"].all():
         sys.exit("bench.py: error: it measures rollouts that serve one update each")
-    figures = {
-        phase: statistics.mean(row[f"seconds_{phase}"] for row in updates) for phase in PHASES
-    }
+    figures = {phase: updates[f"seconds_{phase}"].mean() for phase in PHASES}
     figures["step"] = sum(figures.values())
-    tokens = statistics.mean(row["rollout_tokens"] for row in updates)
-    figures["tokens/s"] = tokens / figures["rollout"]
-    figures["peak GiB"] = updates[-1]["peak_memory_gb"]
+    figures["tokens/s"] = updates["rollout_tokens"].mean() / figures["rollout"]
+    figures["peak GiB"] = updates["peak_memory_gb"].iloc[-1]
     return figures
 
 
 def measure_all(
     contenders: list[Contender], flags: list[str], options: argparse.Namespace
 ) -> dict[str, list[dict[str, float]]]:
-    """Returns the figures of all contenders in every repeat, and prints the time left."""
+    """Returns the figures of all contenders in every repeat."""
     found: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in contenders}
-    began = time.time()
-    total = options.repeats * len(contenders)
-    for repeat in range(options.repeats):
-        for contender in contenders[:: 1 if repeat % 2 == 0 else -1]:
-            figures = measure(contender, flags, options.warmup)
-            found[contender.name].append(figures)
-            count = sum(map(len, found.values()))
-            minutes = (time.time() - began) / count * (total - count) / 60
-            print(
-                f"[{count}/{total}] {contender.name}: {figures['step']:.2f} s a step, "
-                f"{figures['tokens/s']:.0f} tokens/s; {minutes:.1f} min left",
-                file=sys.stderr,
-            )
+    there_and_back = [*contenders, *reversed(contenders)]
+    order = itertools.islice(itertools.cycle(there_and_back), options.repeats * len(contenders))
+    for contender in tqdm(list(order), unit="run"):
+        found[contender.name].append(measure(contender, flags, options.warmup))
     return found
 
 
 # ---- The table -----------------------------------------------------------------------------------
-def spread(values: list[float]) -> str:
+def spread(values: pandas.Series) -> str:
     """Returns "median (quartile - quartile)"."""
-    if len(values) == 1:
-        values = values * 2  # as many as quantiles() wants
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = values.quantile([0.25, 0.5, 0.75])
     return f"{middle:.3f} ({low:.3f} - {high:.3f})"
 
 
 def table(contenders: list[Contender], found: dict[str, list[dict[str, float]]]) -> str:
-    """Returns the figures, and their ratios to those of the reference, in Markdown."""
-    heads = ["method", *(f"{name} / reference's" for name in RATIOS), *COLUMNS]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    """Returns the figures, and their ratios to those of the reference, as text."""
+    rows = []
     for contender in contenders:
-        own = found[contender.name]
-        others = found[contender.reference]
-        cells = [contender.name]
-        for name in RATIOS:
-            pairs = zip(own, others, strict=True)
-            cells += [spread([figures[name] / other[name] for figures, other in pairs])]
-        for name in COLUMNS:
-            cells += [f"{statistics.median(figures[name] for figures in own):,.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        own = pandas.DataFrame(found[contender.name])
+        ratios = own / pandas.DataFrame(found[contender.reference])
+        relative = {f"{name} / reference's": spread(ratios[name]) for name in RATIOS}
+        absolute = {name: f"{own[name].median():,.2f}" for name in COLUMNS}
+        rows.append({"method": contender.name} | relative | absolute)
+    return pandas.DataFrame(rows).to_string(index=False)
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -411,7 +351,6 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("methods", nargs="*", default=METHODS, help='"script.py --flag value"')
     add("--trl", action="store_true", help="TRL's GRPOTrainer beside them")
-    add("--kernels", action="store_true", help="print what a step executes")
     add("--operations", action="store_true", help="print what a step asks a GPU for, as JSON")
     add("--against", type=Path, help="folder of another checkout, beside this one")
     add("--shape", choices=SHAPES, help="random weights; default: the embedded policy")
@@ -431,9 +370,6 @@ def main() -> None:
     flags += own_flags
     if options.operations:
         print(json.dumps(count_operations(flags), indent=1))
-        return
-    if options.kernels:
-        print_kernels(flags)
         return
     contenders = contenders_of(options)
     found = measure_all(contenders, flags, options)

@@ -17,8 +17,8 @@ seed, a diamond for the mean, and a bar for its 95% t-interval. There is a row f
 training, and one for the *area*, the mean height of the learning curve. A second table has these
 numbers (`more`, from `low` to `high`), also for greedy answers and pass@k. Such seeds would have
 shown a true difference of the size `could_show` with four chances in five: the whole interval
-would be on one side of 0. From eight seeds on, `p_flips` is the share of all choices of signs that
-take the mean as far from 0, or farther. Nothing is corrected for the number of rows.
+would be on one side of 0. `p_flips` is the share of all choices of signs that take the mean as far
+from 0, or farther: with S seeds at least 2 / 2^S. Nothing is corrected for the number of rows.
 
 A run *failed* if it ends below where it began. A mean would describe no run then, so in place of
 numbers the table names the runs that failed. A line reports each folder that is left out because no
@@ -47,7 +47,6 @@ from paired import area, comparison, smallest_difference
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", ":", "-.")
 AREA = "area of "  # before the name of a figure
-FEWEST_FOR_FLIPS = 8  # with fewer seeds, the p-value of sign flips is at least 0.016
 NUMBERS = ["more", "low", "high", "could_show", "p_flips"]  # of a difference
 SHOWN = ["group", "over", "figure", "seeds", *NUMBERS, "failed"]
 # Flags for where a run writes, its seed and what it runs on, which do not change what it does
@@ -195,7 +194,6 @@ def differences(groups: Groups) -> pandas.DataFrame:
             }
             rows.append(row | comparison(values.to_numpy()))
     table = pandas.DataFrame(rows, columns=[*SHOWN, "is_main", "values"])
-    table.loc[table["seeds"] < FEWEST_FOR_FLIPS, "p_flips"] = math.nan
     table.loc[table["failed"] != "", NUMBERS] = math.nan  # a mean would describe no run
     return table
 

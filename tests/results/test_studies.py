@@ -14,8 +14,8 @@ from common.task import chain_problems, has_right_steps
 RUN = studies.Run("wrong_policy", "right answers only", 4, "0.001", 3)
 
 
-def test_a_command_trains_the_study_with_the_flags_of_the_method(tmp_path):
-    _, script, *argv = RUN.command(tmp_path)
+def test_a_command_trains_the_study_with_the_flags_of_the_method():
+    _, script, *argv = RUN.command()
     assert script.endswith("grpo_arca.py")
     args = grpo_arca.parse_args(argv)
     assert (args.negative_weight, args.seed, args.learning_rate) == (0, 3, 0.001)

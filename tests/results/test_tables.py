@@ -8,9 +8,7 @@ import numpy as np
 import paired
 import pytest
 import tables
-import torch
 from tables import GRPO, GRPO_AGAIN, Group
-from transformers import get_scheduler
 
 ROOT = Path(__file__).resolve().parents[2]
 CURVES = np.array([[0.1, 0.3, 0.6, 0.7], [0.2, 0.2, 0.5, 0.8], [0.1, 0.4, 0.4, 0.9]])
@@ -25,31 +23,6 @@ def test_the_smallest_difference_is_shown_in_four_of_five_simulated_studies():
     drawn = np.random.default_rng(0).normal(paired.smallest_difference(seeds), size=(8, 40_000))
     _, low, _ = paired.mean_interval(drawn)
     assert (low > 0).mean() == pytest.approx(0.8, abs=0.01)
-
-
-def test_the_share_of_the_way_is_where_the_lead_and_its_limits_are_first_0():
-    """Of two seeds the mean lead over 0.5 is x - 0.2 at the x-th place.
-
-    Its standard error is 0.1, so that its t-limits are 12.7062 * 0.1 away. 1.4706 lies between the
-    places 1 and 2, which are 0.2 and 0.6 of the way.
-    """
-    curves = np.array([[0.4, 1.4, 2.4, 3.4], [0.2, 1.2, 2.2, 3.2]])
-    ends = np.full((2, 4), 0.5)
-    mean, low, high = tables.share_of_way(curves, ends, np.array([0, 0.2, 0.6, 1]))
-    assert mean == pytest.approx(0.2 * 0.2, abs=1e-4)
-    assert (low, high) == pytest.approx((0, 0.2 + 0.4 * (0.2 + 12.7062 * 0.1 - 1)), abs=1e-4)
-
-
-def test_summed_rates_are_those_of_the_trainers_schedule():
-    """The rate of update k is what the scheduler's k-th step sets: a naive sum of 50."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = get_scheduler("cosine", optimizer, 3, 50 + 1)
-    summed = [0.0]
-    for _ in range(50):
-        schedule.step()
-        summed.append(summed[-1] + schedule.get_last_lr()[0])
-    expected = [summed[k] / summed[50] for k in (0, 10, 20, 30, 40, 50)]
-    assert tables.summed_rates(tables.STUDIES["wrong_policy"]) == pytest.approx(expected, abs=1e-6)
 
 
 # ---- Comparisons ---------------------------------------------------------------------------------
@@ -99,7 +72,7 @@ def test_runs_that_draw_groups_again_are_compared_with_grpo_that_does(runs):
     put(runs, GRPO, GRPOS, study="smollm2")
     again = put(runs, GRPO_AGAIN, GRPOS + 0.3, study="smollm2")
     group = put(runs, "ARCA, groups drawn again", CURVES[1:], study="smollm2", first_seed=2)
-    assert (again.end(), group.end()) == ("0.800", "too few seeds")
+    assert again.end() == "0.800"
     assert group.control().method == "ARCA's weights, shuffled, groups drawn again"
     put(runs, "GRPO, 72 completions", CURVES + [[0.2]] * 3, study="smollm2")
     end = tables.differences()[-1]

@@ -132,12 +132,6 @@ def test_figures_of_gradients_made_to_measure():
     assert in_other_units == pytest.approx(worth.as_adam_sees(made["turned"]))
 
 
-def test_completions_put_the_control_at_one_half():
-    half = np.array([0.25, 0.64, 0.9])
-    assert worth.as_completions(half**2, half) == pytest.approx(0.25)  # as half of half
-    assert worth.as_completions(1 / half, half) == pytest.approx(2)
-
-
 # ---- Verdicts ------------------------------------------------------------------------------------
 def shown_row(**figures: float | str) -> dict:
     """Returns a row of the table, whose figures are 1 where nothing else is given."""
@@ -155,35 +149,24 @@ def shown_row(**figures: float | str) -> dict:
         ("adam", 0.45, 0.5, 0.6, 0.8, "worse than GRPO; in another direction"),
         ("adam", 1.0, 1.0, 1.0, 1.0, "the same as GRPO"),
         ("adam", 0.992, 0.995, 0.998, 0.5, "within 2% of GRPO; in another direction"),
-        ("adam", 0.97, 0.9999, 1.03, 1.0, "cannot be told; more than 10,000 batches would tell"),
-        # The interval is +-ln 1.21, twice the effect ln 1.1: four times the batches.
-        (
-            "adam",
-            1.1 / 1.2099,
-            1.1,
-            1.1 * 1.2099,
-            1.0,
-            "cannot be told; about 96 batches would tell",
-        ),
-        # Its longer side does not hold 1, but more batches than there are must be asked for.
-        ("adam", 0.999, 1.2, 1.21, 1.0, "cannot be told; about 25 batches would tell"),
+        ("adam", 0.999, 1.2, 1.21, 1.0, "cannot be told"),
         ("worth", 0.4, 0.5, 0.6, 1.0, "control: holds"),
-        ("worth", 0.52, 0.6, 0.9, 1.0, "control: misses 0.5, take more --batches"),
-        ("worth", 0.1, 0.6, 2.9, 1.0, "control: too wide to tell, take more --batches"),
+        ("worth", 0.52, 0.6, 0.9, 1.0, "control: does not hold, take more --batches"),
+        ("worth", 0.1, 0.6, 2.9, 1.0, "control: does not hold, take more --batches"),
     ],
 )
 def test_a_verdict_is_what_the_intervals_say(key, low, value, high, direction, words):
     """Of a method that of `adam` counts, and of the control that of `worth`."""
     row = shown_row(method={"adam": "x", "worth": worth.HALF}[key], direction_high=direction)
     row |= {key: value, f"{key}_low": low, f"{key}_high": high}
-    assert worth.verdict(row, 24) == words
+    assert worth.verdict(row) == words
 
 
 def test_the_table_shows_no_cosine_above_1_and_no_figure_without_signal():
     row = shown_row(direction=1.02, direction_low=-3.4e12, verdict="the same as GRPO")
     head, line = worth.report([row]).splitlines()
     assert head.split() == [*worth.PRINTED_FIGURES, "verdict"]
-    ones = "1.00 (1.00 - 1.00) " * 3
+    ones = "1.00 (1.00 - 1.00) " * 2
     assert " ".join(line.split()) == f"x {ones}1.00 (? - 1.00) the same as GRPO"
 
 
