@@ -215,14 +215,18 @@ def do(part: Part, folder: Path, words: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     command = part.command.format(out=folder, **words)
     variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    # It kills the children, too, which would keep the memory.
+    # It ends the children, too, which would keep the memory.
     limited = ["timeout", "--signal=KILL", str(part.seconds), "bash", "-c", command]
     began = time.time()
     with open(folder / "output.txt", "w") as output:
-        done = subprocess.run(limited, cwd=ROOT, env=variables, stdout=output, stderr=output)
-    ends = {0: "done", -signal.SIGKILL: f"took more than {part.seconds} s"}
+        process = subprocess.Popen(limited, cwd=ROOT, env=variables, stdout=output, stderr=output)
+        try:
+            code = process.wait()
+        finally:
+            process.terminate()  # at Ctrl-C
+    known_ends = {0: "done", -signal.SIGKILL: f"took more than {part.seconds} s"}
     state = {
-        "status": ends.get(done.returncode, f"failed with {done.returncode}"),
+        "status": known_ends.get(code, f"failed with {code}"),
         "command": command,
         "seconds": round(time.time() - began),
         "figures": figures_of(folder),

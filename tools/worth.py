@@ -392,8 +392,8 @@ def main() -> None:
     rows = figures(gradients)
     for row in rows:
         row["verdict"] = verdict(row)
-    reward = sum(batch["reward"].item() for batch in found) / len(found)
-    print(f"{options.batches} batches, mean reward {reward:.3f}\n{report(rows)}")
+    rewards = [batch["reward"].item() for batch in found]
+    print(f"{options.batches} batches, mean reward {np.mean(rewards):.3f}\n{report(rows)}")
     if options.output:
         pandas.DataFrame(rows).to_csv(options.output, index=False, float_format="%.4g")
 
