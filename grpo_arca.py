@@ -104,9 +104,9 @@ from common.task import Problem
 
 SCRIPT = Path(__file__).resolve()
 CUDA = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-SEGMENT = 256 if CUDA else 16  # ended completions are left out every so many decoded tokens
-CHECK = 32  # every so many, decoding stops if all have ended
-FEWEST_CACHED_TOKENS = 2**15  # of a micro-batch's prompts: with fewer, a GPU does not cache them
+SEGMENT = 256 if CUDA else 16  # decoded tokens after which ended completions are dropped
+CHECK = 32  # decoded tokens between looks whether all have ended
+FEWEST_CACHED_TOKENS = 2**15  # with fewer in a micro-batch's prompts, a GPU does not cache them
 LOGITS_PER_CHUNK = 2**26  # 256 MiB in fp32
 
 
@@ -193,7 +193,7 @@ class Args:
         "grpo", "divide the loss by a completion's tokens | an update's | max_completion_length"
     )
     scale_rewards: Literal["group", "batch", "none"] = flag(
-        "group", "divide advantages by the standard deviation of rewards in the group | rollout"
+        "group", "divide advantages by the deviation of rewards in the group | rollout | not at all"
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = flag(
         "sum_then_normalize", "of several rewards; normalize_then_sum is GDPO (arXiv 2601.05242)"
@@ -277,20 +277,20 @@ class Batch:
     sampled_logp: Tensor  # [B, T] from the decode loop, at --temperature, before top_p
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] the completion, after any start of the reply in the prompt, as <think>
+    texts: list[str]  # [B] the reply: what the prompt began of it, as <think>, and the completion
     completion_ids: list[list[int]]  # [B] tokens of the completion alone, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # set by `collect`
     rewards: Any = None  # [B] their weighted sum; NaN if none applies
     advantages: Any = None  # [B]
     loss_mask: Any = None  # [B, T] bool: the tokens that are trained on
-    tokens_per_update: float = 0.0  # trained on, over all processes: the mean over updates
+    tokens_per_update: float = 0.0  # tokens trained on in an average update, over all processes
     # set by `score`
     old_logp: Any = None  # [B, T] before the rollout's first update; None if it has only one
     reference_logp: Any = None  # [B, T] of the policy before training, if beta > 0
     base_logp: Any = None  # [B, T] without the adapter; only methods set it, for the metric `kl`
     scores: Any = None  # [B, T] from `token_scores`
-    weights: Any = None  # [B, T] for reports: each token's credit, scaled to mean 1
+    weights: Any = None  # [B, T] for reports: each token's share of the credit, mean 1
     credit: Any = None  # [B, T] for the loss: what `surrogate_terms` multiplies; ARCA: `weights`
     bounds: tuple | None = None  # low and high limit of the ratio, if the method sets its own
 
@@ -314,7 +314,7 @@ class Batch:
         return part
 
     def put(self, index: Tensor, part: Batch) -> None:
-        """Replaces the completions `index` by those of `part`, which is as wide: see `sample`."""
+        """Replaces the completions `index` by those of `part`: `sample` makes both as wide."""
         for name, value in self.per_completion().items():
             for i, item in zip(index.tolist(), getattr(part, name), strict=True):
                 value[i] = item
@@ -364,9 +364,9 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     if credit != "divergence" and adapted == [run.model.get_output_embeddings()]:
         fail(f"--credit {credit} sees hidden states, which an adapter of the head never moves")
 
-    # Compare the policy with its base, the same model with the adapter disabled: their hidden
-    # states after the final norm, or their log-probs. (The metric `kl` always needs the base's.) In
-    # bf16 the small changes of a new adapter would be lost to rounding.
+    # Compare hidden states after the final norm, or log-probs, with the base's, which is the same
+    # model with the adapter disabled. In bf16 a new adapter's small changes would be lost to
+    # rounding. The metric `kl` always needs the base's log-probs.
     with in_fp32(run) as policy:
         logp, hidden = policy(micro, needs_logp=(credit == "divergence"))
         with run.model.disable_adapter():
@@ -389,7 +389,7 @@ def normalize(scores: Tensor, mask: Tensor, power: float) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Turns the scores of a rollout into `weights`. In ARCA they are also the `credit`.
+    """Turns the scores of a rollout into `weights`, which in ARCA are the `credit`, too.
 
     The control `shuffled` puts ARCA's weights in another order, and `random` takes random ones that
     are as concentrated.
@@ -414,7 +414,7 @@ def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor
 def train(run: Run) -> None:
     """Runs GRPO: collects a rollout, scores its tokens, updates the policy on it, and repeats."""
     args = run.args
-    evaluation_is_due = True  # then evaluate, and show the next rollout in credit.html
+    evaluation_is_due = True  # if so, credit.html shows the next rollout, too
     while run.step < args.max_steps:
         if evaluation_is_due:
             evaluate(run)
@@ -433,7 +433,7 @@ def train(run: Run) -> None:
                         metrics |= update(run, micros)
                     run.step += 1
                     run.log.write({"step": run.step} | metrics)
-                    # Every update logs the rollout's metrics, but only the first logs its seconds.
+                    # Later updates log the rollout's metrics again, but not the seconds it took.
                     metrics |= {name: 0.0 for name in metrics if name.startswith("seconds")}
             if evaluation_is_due or run.step >= args.max_steps:
                 run.page_examples += credit_example(
@@ -467,8 +467,8 @@ def collect(run: Run, metrics: dict) -> Batch:
     )
     rows = rows_by_update[:, accelerator.process_index].flatten()
 
-    # A group with equal rewards teaches nothing, and may be replaced. Its own rewards tell, so this
-    # process's are enough here.
+    # A group with equal rewards teaches nothing, and may be replaced. A process has whole groups,
+    # so it need not ask the others.
     logged: dict[str, list[float]] = {}  # by name: what reward functions give, and what they log
     with timed(metrics, "seconds_rollout"):
         batch = sample_attempt(run, rows, 0, logged)
@@ -509,7 +509,7 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     args = run.args
     suffix = f" attempt {attempt}" if attempt > 0 else ""
     shuffle_seed = f"{args.seed}{suffix}" if args.shuffle_dataset or attempt > 0 else None
-    # The problems of all rollouts are numbered, through all epochs.
+    # Problems are numbered through all rollouts and epochs.
     positions = (rows + run.rollout_number * run.rollout_size) // args.num_generations
     problems = [
         run.train_set[problem_at(position, len(run.train_set), shuffle_seed)]
@@ -544,7 +544,7 @@ def aggregated_advantages(args: Args, rewards: Tensor, reward_weights: Tensor) -
         total = weighted_sum(normalized, reward_weights)
         # `view(1, -1)` makes one group of the whole rollout.
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        # The mean of `total` is 0 up to rounding. Keep each 0 exact: `micro_batches` drops those.
+        # The mean of `total` is 0 up to rounding. A 0 must stay 0: then `micro_batches` drops it.
         advantages[total == 0] = 0.0
     return advantages.float()
 
@@ -621,10 +621,10 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
 def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     """Takes one optimizer step on the micro-batches of an update, and returns its metrics."""
     accelerator = run.accelerator
-    # Only in the last backward pass does DDP exchange gradients.
     total_loss = torch.zeros((), device=accelerator.device)
     to_average = []
     for micro in micros:
+        # Only in the last backward pass does DDP exchange gradients.
         is_last = micro is micros[-1]
         with contextlib.nullcontext() if is_last else accelerator.no_sync(run.policy):
             logp = training_forward(run, micro)
@@ -681,9 +681,9 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Every divisor is of
-    the whole update (dapo: of the rollout's average update), over all processes, so that the losses
-    of micro-batches add up to the update's. It was counted before `micro_batches` left any out.
+    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Divisors are of the
+    whole update (dapo: of the rollout's average update), over all processes, and count completions
+    that `micro_batches` left out. So the losses of micro-batches add up to the update's.
     """
     args = run.args
     log_ratio, token_advantages = surrogate_terms(args, micro, logp - old_logp)
