@@ -155,43 +155,25 @@ class Args:
     dataset_name: str = flag(
         "chain_arithmetic", "embedded, Hub id, or .jsonl/.json/.csv/.tsv/.parquet"
     )
-    dataset_config: str | None = flag(
-        None, "config of a Hub data set; of chain_arithmetic: operations, 2 to 8"
-    )
+    dataset_config: str | None = flag(None, "config of a Hub data set; of chains: operations")
     dataset_train_split: str = flag("train", "split to train on")
     dataset_test_split: str = flag("test", "split to evaluate on")
     shuffle_dataset: bool = flag(True, "shuffle the problems in every epoch")
-    eval_dataset_name: str | None = flag(
-        None, "evaluate on this set, as openai/gsm8k:main, and not on the test split"
-    )
-    prompt_column: str | None = flag(None, "column of the problem, if not problem|question|prompt")
-    answer_column: str | None = flag(
-        None, "column of the gold answer, if not answer|solution|ground_truth"
-    )
+    eval_dataset_name: str | None = flag(None, "replaces the test split, as openai/gsm8k:main")
+    prompt_column: str | None = flag(None, "of problems, if not problem|question|prompt")
+    answer_column: str | None = flag(None, "of gold answers, if not answer|solution|ground_truth")
     system_prompt: str | None = flag(None, "system message before every problem")
     chat_template_kwargs: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
-    reward_funcs: list[str] = flag(
-        ["accuracy_reward"], "accuracy_reward, or your own module.function"
-    )
+    reward_funcs: list[str] = flag(["accuracy_reward"], "or your own, as module.function")
     reward_weights: list[float] | None = flag(None, "weight of each reward function; default 1")
     # rollout
     num_generations: Annotated[int, 2, 1e18] = flag(8, "completions per prompt: the group size G")
     max_completion_length: Positive = flag(512, "longest completion in tokens")
-    temperature: Annotated[float, 1e-4, 1e18] = flag(
-        1.0, "sampling temperature, also of trained log-probs"
-    )
-    top_p: Annotated[float, 1e-4, 1] = flag(
-        1.0, "sample from the smallest set of this mass; 1: off"
-    )
-    max_resample_times: int = flag(
-        0, "replace a group with equal rewards by one of another problem, at most this often"
-    )
-    rollout_weights: Literal["dense", "quantized"] = flag(
-        "dense", "sample with a dense copy | with NF4"
-    )
-    per_device_rollout_batch_size: int = flag(
-        0, "completions sampled at once, which limits the key-value cache; 0: all"
-    )
+    temperature: Annotated[float, 1e-4, 1e18] = flag(1.0, "of samples, and of trained log-probs")
+    top_p: Annotated[float, 1e-4, 1] = flag(1.0, "sample from the fewest tokens of this mass")
+    max_resample_times: int = flag(0, "replace a group with equal rewards, at most so often")
+    rollout_weights: Literal["dense", "quantized"] = flag("dense", "sample with a copy | with NF4")
+    per_device_rollout_batch_size: int = flag(0, "sampled at once, to limit the KV cache; 0: all")
     cuda_graphs: bool = flag(True, "record sampling on a GPU; False: for a model that refuses it")
     # batch: prompts per rollout = batch size * steps_per_generation * processes / num_generations
     per_device_train_batch_size: Positive = flag(8, "completions in a micro-batch")
@@ -213,9 +195,7 @@ class Args:
     epsilon: float = flag(0.2, "the ratio is clipped below 1 - epsilon")
     epsilon_high: float | None = flag(None, "and above 1 + this; default: epsilon")
     beta: float = flag(0.0, "weight of the k3 KL to the policy before training")
-    use_bias_correction_kl: bool = flag(
-        True, "weigh the KL by the ratio, with gradients through both"
-    )
+    use_bias_correction_kl: bool = flag(True, "weigh the KL by the ratio; both get gradients")
     mask_truncated_completions: bool = flag(False, "leave unfinished completions out of the loss")
     # === CREDIT ===
     credit: Literal["oar_g", "oar_p", "uniform", "random", "shuffled"] = flag(
@@ -238,9 +218,7 @@ class Args:
         "cosine", "schedule after the warm-up (constant has no warm-up)"
     )
     max_grad_norm: float = flag(1.0, "clip gradients to this norm; 0 is off")
-    skip_zero_gradient: bool = flag(
-        False, "take no step on a zero gradient, where Adam's momentum would still take one"
-    )
+    skip_zero_gradient: bool = flag(False, "take no step on a zero gradient, where Adam takes one")
     max_steps: int = flag(200, "updates; 0 only evaluates")
     seed: int = flag(1, "seed of adapter, data order and samples")
     # evaluation and output
@@ -253,9 +231,7 @@ class Args:
     )
     output_dir: str = flag("", "default: runs/<script>-<credit>-<seed>")
     save_steps: int = flag(50, "updates between checkpoints; 0 is off")
-    save_total_limit: Annotated[int | None, 1, 1e18] = flag(
-        None, "keep this many checkpoints, and the best"
-    )
+    save_total_limit: Annotated[int | None, 1, 1e18] = flag(None, "keep so many, and the best")
     resume_from_checkpoint: Literal["latest"] | None = flag(None, "go on from the newest, if any")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = flag("none", "tracker")
 
@@ -763,13 +739,7 @@ def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
         args.num_generations,
     )
     return sample(
-        run,
-        rows,
-        problems,
-        draws,
-        batch_size=args.per_device_rollout_batch_size,
-        reward_funcs=run.reward_funcs,
-        logged=logged,
+        run, rows, problems, draws, args.per_device_rollout_batch_size, run.reward_funcs, logged
     )
 
 
