@@ -153,7 +153,7 @@ class Args:
     dataset_name: str = flag(
         "chain_arithmetic", "embedded, Hub id, or .jsonl/.json/.csv/.tsv/.parquet"
     )
-    dataset_config: str | None = flag(None, "config of a Hub data set; of chains: operations")
+    dataset_config: str | None = flag(None, "config of a Hub data set; of chains: length")
     dataset_train_split: str = flag("train", "split to train on")
     dataset_test_split: str = flag("test", "split to evaluate on")
     shuffle_dataset: bool = flag(True, "shuffle the problems in every epoch")
@@ -170,7 +170,7 @@ class Args:
     temperature: Annotated[float, 1e-4, 1e18] = flag(1.0, "of samples, and of trained log-probs")
     top_p: Annotated[float, 1e-4, 1] = flag(1.0, "sample from the fewest tokens of this mass")
     max_resample_times: int = flag(0, "replace a group with equal rewards, at most so often")
-    rollout_weights: Literal["dense", "quantized"] = flag("dense", "sample with a copy | with NF4")
+    rollout_weights: Literal["dense", "quantized"] = flag("dense", "sample dequantized | from NF4")
     per_device_rollout_batch_size: int = flag(0, "sampled at once, to limit the KV cache; 0: all")
     cuda_graphs: bool = flag(True, "record sampling on a GPU; False: for a model that refuses it")
     # batch: prompts per rollout = batch size * steps_per_generation * processes / num_generations
@@ -261,7 +261,7 @@ EMBEDDED_DEFAULTS = {  # used instead for a policy whose config.json says "embed
 }
 
 
-# ---- What a step hands to the next ---------------------------------------------------------------
+# ---- The Batch of completions --------------------------------------------------------------------
 @dataclass
 class Batch:
     """Completions, and what is known about them so far. What is not known yet is None."""
@@ -274,7 +274,7 @@ class Batch:
     sampled_logp: Tensor  # [B, T] from the decode loop, at --temperature, before top_p
     entropy: Tensor  # [B, T] nats, at --temperature, before top_p
     problems: list[Problem]  # [B] with gold answers and columns
-    texts: list[str]  # [B] the reply: what the prompt began of it, as <think>, and the completion
+    texts: list[str]  # [B] the reply: its start in the prompt, as <think>, and the completion
     completion_ids: list[list[int]]  # [B] tokens of the completion alone, stop tokens included
     function_rewards: Tensor  # [B, F] what each reward function gave; NaN where it does not apply
     # set by `collect`
@@ -288,7 +288,7 @@ class Batch:
     base_logp: Any = None  # [B, T] without the adapter; only methods set it, for the metric `kl`
     scores: Any = None  # [B, T] from `token_scores`
     weights: Any = None  # [B, T] for reports: each token's share of the credit, mean 1
-    credit: Any = None  # [B, T] for the loss: what `surrogate_terms` multiplies; ARCA: `weights`
+    credit: Any = None  # [B, T] for the loss: the factor in `surrogate_terms`; ARCA: `weights`
     bounds: tuple | None = None  # low and high limit of the ratio, if the method sets its own
 
     @property
@@ -311,7 +311,7 @@ class Batch:
         return part
 
     def put(self, index: Tensor, part: Batch) -> None:
-        """Replaces the completions `index` by those of `part`: `sample` makes both as wide."""
+        """Replaces the completions `index` by those of `part`, which is as wide as this."""
         for name, value in self.per_completion().items():
             for i, item in zip(index.tolist(), getattr(part, name), strict=True):
                 value[i] = item
@@ -531,8 +531,8 @@ def collect(run: Run, metrics: dict) -> Batch:
 def sample_attempt(run: Run, rows: Tensor, attempt: int, logged: dict) -> Batch:
     """Returns a batch of the given rows of the rollout, sampled and graded.
 
-    A row's problem and random numbers follow from the seed, the rollout, the row and the attempt,
-    which is 0 at first, and 1, 2, ... for groups that are drawn again, from another shuffle.
+    A row's problem and random numbers follow from the seed, the rollout, the row and the attempt:
+    0 at first, then 1, 2, ... for groups that are replaced, which get other problems.
     """
     args = run.args
     suffix = f" attempt {attempt}" if attempt > 0 else ""
@@ -566,7 +566,7 @@ def aggregated_advantages(args: Args, rewards: Tensor, reward_weights: Tensor) -
         total = weighted_sum(normalized, reward_weights)
         # `view(1, -1)` makes one group of the whole rollout.
         advantages = group_advantages(total.view(1, -1), "group").view_as(total)
-        # The mean of `total` is 0 up to rounding. A 0 must stay 0: then `micro_batches` drops it.
+        # The mean of `total`, 0 but for rounding, must not move a 0: `micro_batches` drops those.
         advantages[total == 0] = 0.0
     return advantages.float()
 
@@ -579,8 +579,8 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     advantage is 0.
     """
     is_known = ~rewards.isnan()
-    # Subtract the best reward first: equal rewards then give exactly 0. Their mean alone might not,
-    # as it may be rounded.
+    # Subtract the best reward first: equal rewards then give exactly 0. Minus a rounded mean, they
+    # might not.
     from_best = rewards - rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)  # at most 0
     centered = (from_best - from_best.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
     degrees_of_freedom = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)
@@ -632,8 +632,8 @@ def score(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
                 )
         with timed(metrics, "seconds_credit"):
             micro.scores = token_scores(run, micro, metrics) * micro.mask
-        # Make the loss NaN where a score is not finite, so that `update` takes no step. A method
-        # that clamps its scores would hide it.
+        # Make the loss NaN where a score is not finite, so that `update` takes no step. Do it here,
+        # as `assign_credit` may clamp scores.
         micro.advantages[~micro.scores.isfinite().all(1)] = torch.nan
     with timed(metrics, "seconds_credit"):
         assign_credit(run, batch, micros, metrics)
@@ -703,9 +703,9 @@ def training_forward(run: Run, micro: Batch) -> Tensor:
 def policy_loss(run: Run, micro: Batch, logp: Tensor, old_logp: Tensor) -> tuple[Tensor, Tensor]:
     """Returns PPO's clipped loss (arXiv 1707.06347), and which tokens [B, T] were clipped.
 
-    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Divisors are of the
-    whole update (dapo: of the rollout's average update), over all processes, and count completions
-    that `micro_batches` left out. So the losses of micro-batches add up to the update's.
+    The log-probs are [B, T], 0 on padding, and only `logp` carries gradients. Divisors count the
+    whole update (dapo: the rollout's average update) on all processes, with completions that
+    `micro_batches` left out. So the losses of micro-batches add up to the update's.
     """
     args = run.args
     log_ratio, token_advantages = surrogate_terms(args, micro, logp - old_logp)
