@@ -154,7 +154,8 @@ for number in (2, 3):
     policy = {"model_name_or_path": policy_folder(f"wrong_policy_{number}")}
     STUDIES[f"wrong_policy_{number}"] = WRONG_POLICY._replace(flags=WRONG_POLICY.flags | policy)
 PLAN = [  # study, updates, methods, learning rate (None: GRPO's), seeds
-    ("wrong_policy", 1, [*MAIN, *ORACLES, "ARCA, p = 2", "S-trace, normalized"], None, 8),
+    ("wrong_policy", 1, [*ORACLES, "ARCA, p = 2", "S-trace, normalized"], None, 8),
+    ("wrong_policy", 1, MAIN, None, 16),
     ("wrong_policy", 1, MAIN, "0.001", 8),
     ("wrong_policy", 1, MAIN, "0.004", 8),
     ("wrong_policy", 4, [GRPO, "right answers only", "ARCA", "S-trace"], None, 16),
@@ -163,9 +164,9 @@ PLAN = [  # study, updates, methods, learning rate (None: GRPO's), seeds
     ("wrong_policy_2", 1, MAIN, None, 4),
     ("wrong_policy_2", 1, MAIN, "0.001", 4),
     ("wrong_policy_3", 1, MAIN, "0.001", 4),
-    ("nearly_right_policy", 1, [GRPO, "right answers only", "OAR-G, right answers only"], None, 16),
+    ("nearly_right_policy", 1, [*MAIN, "OAR-G, right answers only"], None, 16),
     ("nearly_right_policy", 1, ["GRPO, 8 completions"], None, 8),
-    ("nearly_right_policy", 1, [*MAIN, "ARCA's weights, shuffled", "S-trace, normalized"], None, 8),
+    ("nearly_right_policy", 1, ["ARCA's weights, shuffled", "S-trace, normalized"], None, 8),
     ("nearly_right_policy", 4, [GRPO, "right answers only", "ARCA", "S-trace"], None, 8),
     ("nearly_right_policy", 4, ["S-trace, normalized"], None, 8),
     ("smollm2", 1, [*MAIN, "GRPO, groups drawn again"], None, 12),

@@ -79,7 +79,7 @@ SHUFFLED = {  # methods -> their own credits in random order, where these have a
 }
 OAR_ON_RIGHT = "OAR-G, right answers only"
 PLANNED = (*MAIN, *ORACLES, "ARCA, p = 2", OAR_ON_RIGHT)  # rows on the wrong policy
-SAME_AS_GRPO = "GRPO, its KL logged"
+SAME_AS_GRPO = ("GRPO, its KL logged", "GRPO, made again")
 RIVAL = "methods/"  # how the names of methods begin whose figures have a page of their own
 FEWEST_SEEDS = 3  # for an interval
 WEIGHT = "grpo_arca.py --credit uniform --negative_weight"  # and a number
@@ -201,8 +201,8 @@ class Group(NamedTuple):
 
     def above_grpo(self) -> str:
         """Returns on how many seeds the method ends above GRPO."""
-        own, others = pairs_of(self, self.of(GRPO))
-        return "" if self.method == GRPO else f"{(own[:, -1] > others[:, -1]).sum()} of {len(own)}"
+        own, others = pairs_of(self, self.baseline())
+        return "" if self == self.baseline() else f"{(own[:, -1] > others[:, -1]).sum()} of {len(own)}"
 
     def cut(self) -> str:
         """Returns the share of updates whose gradient was cut, or "?" if it was not counted.
@@ -246,6 +246,7 @@ class Group(NamedTuple):
             "heights": f"{', '.join(heights)} of {len(lasts)}",
             "area": self.over(self.baseline(), "area"),
             "end": self.end(),
+            "seeds of both": str(len(pairs_of(self, self.control())[0])),
             "end over the control": self.over(self.control(), "end"),
             "above GRPO": self.above_grpo(),
             "cut": self.cut(),
@@ -265,7 +266,7 @@ def whole_runs() -> dict[Group, dict[int, list[Row]]]:
         all_lines = read_csv(STUDY_DATA / f"{study}.csv")
         for (method, updates, rate, seed), own_lines in itertools.groupby(all_lines, key_of):
             lines = list(own_lines)
-            if lines[-1]["rollout"] == last and method != SAME_AS_GRPO:
+            if lines[-1]["rollout"] == last and method not in SAME_AS_GRPO:
                 runs.setdefault(Group(study, updates, rate, method), {})[seed] = lines
     return {group: runs[group] for group in sorted(runs, key=place_of)}
 
@@ -429,7 +430,7 @@ def smollm2() -> Table:
 def controls() -> Table:
     """How far methods are above their own credits in random order."""
     return table_of([group for group in whole_runs() if group.control().lines()], {
-        "study": "title", "method": "method", "rate": "rate", "seeds": "seeds",
+        "study": "title", "method": "method", "rate": "rate", "seeds": "seeds of both",
         "end over the control": "end over the control",
     })  # fmt: skip
 

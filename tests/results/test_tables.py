@@ -82,11 +82,12 @@ def test_runs_that_draw_groups_again_are_compared_with_grpo_that_does(runs):
 
 
 def test_weights_of_wrong_answers_are_compared_with_weight_1_and_not_with_older_runs(runs):
-    put(runs, GRPO, GRPOS + 0.1)
+    put(runs, GRPO, GRPOS + 0.3)
     one = put(runs, f"{tables.WEIGHT} 1", GRPOS)
     half = put(runs, f"{tables.WEIGHT} 0.5", CURVES)
     put(runs, f"{tables.WEIGHT} 2", CURVES[:2])  # too few seeds
     assert half.end().startswith(f"{(0.2 + 0.4 + 0.3) / 3:+.3f} (")
+    assert half.above_grpo() == "3 of 3"
     assert tables.weighted_groups("nearly_right_policy") == [half, one]
 
 
