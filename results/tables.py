@@ -202,7 +202,7 @@ class Group(NamedTuple):
     def above_grpo(self) -> str:
         """Returns on how many seeds the method ends above GRPO."""
         own, others = pairs_of(self, self.baseline())
-        return "" if self == self.baseline() else f"{(own[:, -1] > others[:, -1]).sum()} of {len(own)}"
+        return "" if self == self.baseline() else f"{(own > others)[:, -1].sum()} of {len(own)}"
 
     def cut(self) -> str:
         """Returns the share of updates whose gradient was cut, or "?" if it was not counted.
