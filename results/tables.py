@@ -79,7 +79,7 @@ SHUFFLED = {  # methods -> their own credits in random order, where these have a
 }
 OAR_ON_RIGHT = "OAR-G, right answers only"
 PLANNED = (*MAIN, *ORACLES, "ARCA, p = 2", OAR_ON_RIGHT)  # rows on the wrong policy
-SAME_AS_GRPO = ("GRPO, its KL logged", "GRPO, made again")
+SAME_AS_GRPO = "GRPO, its KL logged"
 RIVAL = "methods/"  # how the names of methods begin whose figures have a page of their own
 FEWEST_SEEDS = 3  # for an interval
 WEIGHT = "grpo_arca.py --credit uniform --negative_weight"  # and a number
@@ -266,7 +266,7 @@ def whole_runs() -> dict[Group, dict[int, list[Row]]]:
         all_lines = read_csv(STUDY_DATA / f"{study}.csv")
         for (method, updates, rate, seed), own_lines in itertools.groupby(all_lines, key_of):
             lines = list(own_lines)
-            if lines[-1]["rollout"] == last and method not in SAME_AS_GRPO:
+            if lines[-1]["rollout"] == last and method != SAME_AS_GRPO:
                 runs.setdefault(Group(study, updates, rate, method), {})[seed] = lines
     return {group: runs[group] for group in sorted(runs, key=place_of)}
 

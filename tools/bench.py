@@ -364,8 +364,10 @@ def main() -> None:
     options, own_flags = parse_options(sys.argv[1:])
     flags = f"{STATIONARY} {SHORT} --max_steps {options.warmup + options.updates}".split()
     if options.shape:
-        folder = str(make_checkpoint(options.shape))
-        flags += ["--model_name_or_path", folder, "--reward_funcs", "bench.variety"]
+        flags += [
+            "--model_name_or_path", str(make_checkpoint(options.shape)),
+            "--reward_funcs", "bench.variety",
+        ]  # fmt: skip
     flags += own_flags
     if options.operations:
         print(json.dumps(count_operations(flags), indent=1))

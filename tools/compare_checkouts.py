@@ -71,9 +71,15 @@ def run(checkout: Path, name: str, script: str, flags: str) -> Path:
     if name == "start_adapter":
         first = run(checkout, "right_only", *cases()["right_only"])
         command += ["--start_adapter", str(first / "adapter")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
     with open(folder / "log.txt", "w") as log:
-        subprocess.run(command, cwd=checkout, env=environment, stdout=log, stderr=log, check=True)
+        subprocess.run(
+            command,
+            cwd=checkout,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)},
+            stdout=log,
+            stderr=log,
+            check=True,
+        )
     return folder
 
 

@@ -89,8 +89,8 @@ def save_model(folder: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.bfloat16,
     )
-    model.config.quantization_config = None  # else the folder would claim to hold a GGUF
-    del model.config.quantization_config
+    # Else the folder would claim to hold a GGUF.
+    vars(model.config).pop("quantization_config", None)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

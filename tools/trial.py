@@ -122,7 +122,10 @@ def main() -> None:
             sys.executable, str(ROOT / "tools/worth.py"), *own, f"--batches={options.batches}",
             f"--processes={options.processes}", "--", *flags,
         ]  # fmt: skip
-        measured = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            sys.exit(done.returncode)  # it has said why
+        measured = done.stdout
         print(measured)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         setting = pool.submit(worth.folder_name, tuple(flags)).result()  # and its memory is free

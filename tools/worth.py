@@ -24,9 +24,9 @@ make an interval about half as wide. If the whole interval of `direction` is bel
 is said to have another direction, whatever its worth: it is good at something else.
 
 `half of the groups` is the control: plain GRPO that leaves out every other group, and so is worth
-exactly 1/2. If the interval of its `worth` misses 1/2, which may happen, the other rows need more
-batches, too. Its `adam` is often above 1/2, because division by the root mean square hides how
-clean a coordinate of strong signal is.
+exactly 1/2. If the interval of its `worth` misses 1/2 or includes 1, which may happen, the other
+rows need more batches, too. Its `adam` is often above 1/2, because division by the root mean square
+hides how clean a coordinate of strong signal is.
 
 |mean|^2 and <mean, mean'> are means over pairs of different batches, and therefore unbiased.
 `direction` divides one such mean by the roots of two others, which correct it for noise, so the
