@@ -213,7 +213,7 @@ class Group(NamedTuple):
         key = (self.study, str(self.updates), self.rate, self.method)
         return self.mean_of_updates("clipped", 3, costs["clipped"].get(key, ""))
 
-    def mean_of_updates(self, name: str, places: int, otherwise: str = "") -> str:
+    def mean_of_updates(self, name: str, places: int, otherwise: str) -> str:
         """Returns the mean of a figure over all updates, or "?" if it was not counted.
 
         `otherwise`, if it is not empty, stands in where a line lacks the figure.
@@ -250,7 +250,9 @@ class Group(NamedTuple):
             "end over the control": self.over(self.control(), "end"),
             "above GRPO": self.above_grpo(),
             "cut": self.cut(),
-            "completions": self.mean_of_updates("completions", 0),
+            "completions": self.mean_of_updates(
+                "completions", 0, str(STUDIES[self.study].completions)
+            ),
         }
 
 
@@ -686,11 +688,7 @@ def draw_curves(path: Path, studies: list[Group]) -> None:
         for method, curves in curves_of.items():
             mean = np.mean([curves[seed] for seed in seeds], 0)
             panel.plot(rollouts, mean, color=COLORS[method], linewidth=2, label=method)
-        panel.set(
-            title=title_of(grpo),
-            xticks=rollouts,
-            xlabel=f"rollouts of {study.completions} completions",
-        )
+        panel.set(title=title_of(grpo), xticks=rollouts, xlabel="rollouts")
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8, title=f"{len(seeds)} seeds", title_fontsize=8)
     panels[0].set_ylabel("held-out sampled accuracy, mean over seeds")
