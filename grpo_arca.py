@@ -595,8 +595,7 @@ def update(run: Run, micros: list[Batch]) -> dict[str, float]:
     to_average = []
     for micro in micros:
         # Only in the last backward pass does DDP exchange gradients.
-        is_last = micro is micros[-1]
-        with contextlib.nullcontext() if is_last else accelerator.no_sync(run.policy):
+        with contextlib.nullcontext() if micro is micros[-1] else accelerator.no_sync(run.policy):
             logp = training_forward(run, micro)
             old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
             loss, clipped = policy_loss(run, micro, logp, old_logp)
@@ -714,7 +713,10 @@ def evaluate(run: Run) -> None:
             batch.function_rewards.tolist(),
             strict=True,
         )
-    run.log.write({"step": run.step, "eval": eval_metrics(list(judges), gather_object(verdicts))})
+    with run.deferred_signals():  # not after a signal that a reward function has swallowed
+        run.log.write(
+            {"step": run.step, "eval": eval_metrics(list(judges), gather_object(verdicts))}
+        )
 
 
 # ---- Log-probabilities without ever building [B, T, V] -------------------------------------------

@@ -29,11 +29,12 @@ THINKING = re.compile(
     r"|<\|channel\|?>(?:analysis|thought)",
     re.IGNORECASE,
 )
-# What may stand between two boxes of one list: `}$ or $x = \\boxed`
+# What may stand between two boxes of one list: `}$ or $x = \\boxed`. `(?<! )` keeps a long run of
+# blanks from being split in every way.
 JOINT = re.compile(
     r"(?=[^=]*(?:[,;]|and|or|\\lor))(?:[\s$,;~*]|\\[,;:! ()\[\]]|\\q?quad|\\lor\b|\band\b|\bor\b"
     r"|\\(?:text|mbox)[a-z]* ?\{[ ,]*(?:and|or) *\})*"
-    r"(?:(?:\\[a-z]+ ?)?[a-zA-Z]{0,2}'?(?:_\{?\w+\}?)?(?:\([^()]*\))? *= *)?"
+    r"(?:(?:\\[a-z]+ ?)?[a-zA-Z]{0,2}'?(?:_\{?\w+\}?)?(?:\([^()]*\))?(?<! ) *= *)?"
 )
 
 

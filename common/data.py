@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from common import fail
-from common.answers import last_boxed
+from common.answers import THINKING, last_boxed
 from common.reward import is_right
 from common.task import Problem, chain_problems
 
@@ -165,7 +165,9 @@ def parse_rows(
             prompt or "",
             answer,
             steps=tuple(row.get("steps") or []) if has_steps else (),
-            columns={column: row.get(column) for column in columns if column != prompt_key},
+            # An answer of another kind than `gold_answer` reads is for own reward functions.
+            columns=({"gold": cell_of(row, answer_key)} if answer_key else {})
+            | {column: row.get(column) for column in columns if column != prompt_key},
             opening=0,
             row=number,
         )
@@ -611,7 +613,9 @@ def encode_problems(
 
     found = []
     for messages, ids, group in zip(prompts, all_ids, groups.values(), strict=True):
-        mark = unclean.search("\n".join(m["content"] for m in messages if m["role"] != "assistant"))
+        mark = unclean.search(
+            "\n".join(m["content"] for m in messages if m["role"] != "assistant")
+        ) or re.search("[\ud800-\udfff]", "".join(m["content"] for m in messages))
         first, *others = golds[ids] | golds[text_of(group[0])]
         faults = {
             f"it or --system_prompt has {mark and mark[0]!r}, a special token or damage": mark,
@@ -622,15 +626,17 @@ def encode_problems(
                 is_right(f"\\boxed{{{first}}}", other, group[0].prompt) for other in others
             ),
         }
-        thought = (
-            "<think>"
-            if messages[-1]["role"] != "assistant"
-            and tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
-            else ""
+        opened = re.search(  # a template may begin the reply with a thought
+            rf"(?:{THINKING.pattern})\s*$",
+            "" if messages[-1]["role"] == "assistant" else tokenizer.decode(ids[-24:]),
+            re.IGNORECASE,
         )
         found += [
             (
-                problem._replace(prompt_ids=ids, open_thought=thought),
+                problem._replace(
+                    prompt_ids=ids,
+                    open_thought=opened[0].rstrip() if opened and not opened["end"] else "",
+                ),
                 next(filter(faults.get, faults), ""),
             )
             for problem in group

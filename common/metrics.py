@@ -97,15 +97,16 @@ def eval_metrics(
     samples are right (Chen et al. 2021, arXiv 2107.03374, eq. 1). The mean rewards are those of
     samples.
     """
-    table = pandas.DataFrame(  # own functions do not judge greedy answers
-        dict(zip(["kind", "problem", "is_truncated", *names], [*facts, *values], strict=False))
+    # No function has a name with a space. Own functions do not judge greedy answers.
+    table = pandas.DataFrame(
+        dict(zip(["the kind", "the problem", "is cut", *names], [*facts, *values], strict=False))
         for *facts, values in verdicts
     )
-    averages = table.groupby("kind")[names].mean()  # without NaN
+    averages = table.groupby("the kind")[names].mean()  # without NaN
     result: dict[str, float] = {}
     if table[names[0]].notna().all():  # all problems have answers
         result |= averages[names[0]].add_suffix("_accuracy").to_dict()
-        of_problems = table[table["kind"] == "sampled"].groupby("problem")[names[0]]
+        of_problems = table[table["the kind"] == "sampled"].groupby("the problem")[names[0]]
         samples = int(of_problems.size().max())  # of each problem
         for k in sorted({2**i for i in range(1, samples.bit_length())} | {samples} - {1}):
             misses = sum(math.comb(samples - int(count), k) for count in of_problems.sum())
@@ -113,7 +114,7 @@ def eval_metrics(
     result |= averages.loc["sampled", names[1:]].dropna().add_prefix("rewards/").to_dict()
     if not result:
         fail("held-out problems have no answers, and no reward function judges them")
-    result["truncated_share"] = table["is_truncated"].mean()
+    result["truncated_share"] = table["is cut"].mean()
     return result
 
 

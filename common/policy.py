@@ -55,8 +55,8 @@ def check_base(base: PreTrainedModel, loading: dict[str, Any], nf4_dtype: str | 
     if left_out:
         fail(f"{name} has weights that {type(base).__name__} leaves out: {', '.join(left_out[:5])}")
     layers = [layer for layer in base.modules() if hasattr(layer, "compute_dtype")]
-    kinds = {(layer.weight.quant_type, layer.compute_dtype) for layer in layers}
-    wanted = {("nf4", getattr(torch, nf4_dtype))} if nf4_dtype else set()
+    kinds = {(layer.weight.quant_type, layer.weight.dtype, layer.compute_dtype) for layer in layers}
+    wanted = {("nf4", torch.uint8, getattr(torch, nf4_dtype))} if nf4_dtype else set()
     if kinds != wanted or getattr(base, "is_quantized", False) != bool(nf4_dtype):
         fail(f"{name} is quantized already, and not as --load_in_4bit and --dtype say")
     if nf4_dtype and any(p.dim() == 3 and min(p.shape) > 1 for p in base.parameters()):

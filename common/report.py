@@ -274,7 +274,7 @@ def shown_completion(
     start = end = 0  # of the tokens of the last piece, which the decoder needs to see again
     for i in range(len(ids)):
         before, after = (tokenizer.decode(ids[start:stop]) for stop in (end, i + 1))
-        is_whole = not after.endswith("\ufffd")
+        is_whole = not after.endswith("\ufffd") or i - end >= 64  # no character has so many parts
         pieces.append(after[len(before) :] if is_whole else "")
         if is_whole:
             start, end = end, i + 1

@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     opening: int = 1
     prompt_ids: tuple[int, ...] = ()  # the prompt by the chat template
     row: int = 0  # in its file or split, from 1
-    open_thought: str = ""  # "<think>" if the chat template begins answers so
+    open_thought: str = ""  # "<think>", say, if the chat template begins answers so
 
 
 # ---- Chains --------------------------------------------------------------------------------------

@@ -125,13 +125,18 @@ def pay(completions, **_):
 """
 
 
-@pytest.mark.parametrize(("name", "text"), [("hangs", HANGS), ("swallows", SWALLOWS)])
-def test_a_reward_function_loses_no_update_and_makes_none_on_rewards_that_a_signal_spoiled(
-    run_main, send, tmp_path, name, text
+@pytest.mark.parametrize(
+    ("name", "text", "steps"),
+    [("hangs", HANGS, 3), ("swallows", SWALLOWS, 3), ("swallows_at_the_end", SWALLOWS, 1)],
+)
+def test_a_reward_function_loses_no_update_and_logs_nothing_that_a_signal_spoiled(
+    run_main, send, tmp_path, name, text, steps
 ):
+    """Its fourth call is for the second rollout or, after a single update, the last evaluation."""
     (tmp_path / f"{name}.py").write_text(text)
-    assert run_main(reward_funcs=f"{name}.pay", save_steps=0)[0] == 1
+    assert run_main(reward_funcs=f"{name}.pay", save_steps=0, eval_steps=0, max_steps=steps)[0] == 1
     assert steps_left(tmp_path) == (1, ["checkpoint-1"])
+    assert "eval" not in read_jsonl(tmp_path / "out/metrics.jsonl")[-1]
 
 
 # ---- While the adapter is not in its place -------------------------------------------------------

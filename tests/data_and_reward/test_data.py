@@ -241,6 +241,7 @@ LEFT_OUT = [
     *(([USER, {"role": "assistant", "content": cell}], "1", "prompt ends with the answer")
       for cell in SOLVED),
     ([USER, {"role": "gpt", "content": "1"}], "1", "prompt has messages of other roles than "),
+    ([USER, {"role": "assistant", "content": "We \ud83d"}], "1", "it or --system_prompt has "),
     ("Long. " * 999, "1", "the prompt has more than 999 tokens"),
 ]  # fmt: skip
 
@@ -397,6 +398,12 @@ GOLDS = [
     (Decimal("14.10"), "14.10"), (Decimal("3"), "3"), ([84], "84"), ("3 + 4 = 7",) * 2,
     ("p = 2/3 = 0.67",) * 2,
 ]  # fmt: skip
+
+
+def test_own_reward_functions_get_answers_of_any_kind():
+    rows = [{"prompt": "2?", "answer": answer} for answer in ("So it is 5", "#### 7")]
+    found = parse_rows(rows, "x", needs_answers=False)
+    assert [(p.answer, p.columns["gold"]) for p in found] == [("", "So it is 5"), ("7", "#### 7")]
 
 
 def test_gold_answers(capfd):
@@ -837,6 +844,17 @@ def test_a_begun_answer_may_have_special_tokens(tokenizer):
     chat = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "<think>"}]
     (problem,) = encode(tokenizer, [Problem(chat, "2")])
     assert problem.open_thought == "" and data.begun_answer(problem.prompt) == "<think>"
+
+
+@pytest.mark.parametrize("mark", ["<think>", "[THINK]", "◁think▷", "<|begin_of_thought|>"])
+def test_a_template_may_begin_a_thought_by_any_mark(tokenizer, mark):
+    """A box in a thought that never ends is no answer."""
+    tokenizer.chat_template = USERS + mark + "\n"
+    (problem,) = encode(tokenizer, [Problem("2?", "2")])
+    text = data.reply_text(tokenizer, problem, tokenizer("\\boxed{2}").input_ids, [])
+    assert text == mark + "\\boxed{2}"
+    tokenizer.chat_template += "</think>\n"  # as where thinking is switched off
+    assert encode(tokenizer, [Problem("2?", "2")])[0].open_thought == ""
 
 
 @pytest.mark.parametrize(("template", "messages"), DROPPED, ids=str)

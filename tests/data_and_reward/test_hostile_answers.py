@@ -134,6 +134,7 @@ def at_most_20_seconds():
 def test_a_long_answer_takes_no_quadratic_time(unit, at_most_20_seconds):
     """A policy that repeats itself in a box must not hold the trainer, which no limit ends."""
     last_boxed(box(unit * (100_000 // len(unit)) + "!"))
+    last_boxed(box("1") + "," + unit * (1_000_000 // len(unit)) + "so " + box("2"))
     for longest in ("12 " + unit * (480 // len(unit)) + "!", unit * (480 // len(unit))):
         for problem in (
             "Sort, factor, expand! How many cm? Ratio, pair, integral (A), (B)?",

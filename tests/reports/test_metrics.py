@@ -28,7 +28,8 @@ PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 
 
 # ---- Evaluations and credit ----------------------------------------------------------------------
-def test_accuracies_and_pass_at_k_are_counted_over_every_subset_of_samples():
+@pytest.mark.parametrize("name", ["length", "problem", "is_truncated"])
+def test_accuracies_and_pass_at_k_are_counted_over_every_subset_of_samples(name):
     """Of 5 samples a problem, c are right. Another reward function judges some of them.
 
     Of 4 greedy answers and 20 samples, 3 and 2 are truncated.
@@ -40,10 +41,10 @@ def test_accuracies_and_pass_at_k_are_counted_over_every_subset_of_samples():
             ("sampled", problem, problem + i == 1, [float(mark), 0.5 if mark else math.nan])
             for i, mark in enumerate(marks)
         ]
-    figures = eval_metrics(["accuracy_reward", "length"], verdicts)
+    figures = eval_metrics(["accuracy_reward", name], verdicts)
 
     expected = {
-        "greedy_accuracy": 1 / 4, "sampled_accuracy": 9 / 20, "rewards/length": 0.5,
+        "greedy_accuracy": 1 / 4, "sampled_accuracy": 9 / 20, f"rewards/{name}": 0.5,
         "truncated_share": 5 / 24,
     }  # fmt: skip
     for k in (2, 4, 5):
@@ -51,8 +52,8 @@ def test_accuracies_and_pass_at_k_are_counted_over_every_subset_of_samples():
         expected[f"pass@{k}"] = sum(subsets) / len(subsets)
     assert figures == pytest.approx(expected)
     unanswered = [(*verdict[:3], [math.nan, 1.0]) for verdict in verdicts]
-    assert eval_metrics(["accuracy_reward", "length"], unanswered) == {
-        "rewards/length": 1.0, "truncated_share": 5 / 24,
+    assert eval_metrics(["accuracy_reward", name], unanswered) == {
+        f"rewards/{name}": 1.0, "truncated_share": 5 / 24,
     }  # fmt: skip
     said = refusal(eval_metrics, ["accuracy_reward"], unanswered)
     assert "no answers, and no reward function judges them" in said

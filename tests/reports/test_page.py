@@ -178,6 +178,14 @@ def test_a_text_of_parts_of_characters_is_whole(tmp_path, monkeypatch, text, sho
     assert "".join(pieces).replace("·", "") == shown and "·" in pieces
 
 
+def test_a_long_run_of_parts_of_characters_takes_no_quadratic_time(tmp_path, monkeypatch):
+    whole = TOKENIZER.decode
+    longest = []
+    monkeypatch.setattr(TOKENIZER, "decode", lambda ids: longest.append(len(ids)) or whole(ids))
+    page_of(tmp_path, [completion_of("\ufffd" * 300, 0, 1.0)])
+    assert len(longest) >= 300 and max(longest) < 200
+
+
 # ---- Hostile texts -------------------------------------------------------------------------------
 def hostile_page(path: Path, texts: list[str], title: str) -> str:
     """Writes a page with the texts at every place that takes one, and returns it."""

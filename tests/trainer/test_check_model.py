@@ -139,6 +139,10 @@ QUANTIZED = {
     "nf4 that computes in bf16": {
         "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
     },
+    "nf4 that is stored in bf16": {  # whose bits a change to fp32 would ruin
+        "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32",
+        "bnb_4bit_quant_storage": "bfloat16",
+    },
     "nf4": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"},
 }  # fmt: skip
 
