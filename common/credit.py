@@ -56,7 +56,7 @@ def control_weights(kind: str, weights: Tensor, mask: Tensor, draws: Tensor) -> 
     high = torch.full_like(target, 50.0)
     for _ in range(40):
         sigma = (low + high) / 2
-        drawn = torch.where(mask, (sigma[:, None] * z).exp().clamp(max=1e30), 0.0)
+        drawn = torch.where(mask, sigma[:, None] * z, -torch.inf).softmax(1)
         is_too_flat = weight_stats(drawn, mask)["effn"] > target  # False for NaN (one token)
         low = torch.where(is_too_flat, sigma, low)
         high = torch.where(is_too_flat, high, sigma)

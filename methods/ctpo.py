@@ -14,9 +14,9 @@ ratio, the geometric mean, is left out.
 `clip_fraction` does not count the tokens that the second rule cuts, where A_i < 0.
 
 It is GRPO in the first update of a rollout, where every ratio is 1. --credit shuffled gives the
-prefix ratios of each completion to its tokens in random order, which tests where the past counts.
---credit own keeps CTPO's bounds but gives every token its own ratio, which tests whether the past
-counts at all.
+prefix ratios of each completion, with their bounds, to its tokens in random order, which tests
+where the past counts. --credit own keeps CTPO's bounds but gives every token its own ratio, which
+tests whether the past counts at all.
 """
 
 from typing import Annotated, Literal
@@ -50,8 +50,10 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     args = run.args
     for micro in micros:
         root = micro.mask.cumsum(1).sqrt()  # [B, T] of the position in the completion, from 1
-        micro.bounds = ((-args.log_clip_low * root).exp(), (args.log_clip_high * root).exp())
         micro.credit = credit_draws(run, micro)
+        if args.credit == "shuffled":
+            root = control_weights("shuffled", root, micro.mask, micro.credit)
+        micro.bounds = ((-args.log_clip_low * root).exp(), (args.log_clip_high * root).exp())
         micro.weights = micro.scores
 
 

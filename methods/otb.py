@@ -11,7 +11,8 @@ take the place of A_i, and nothing is divided by a deviation. B_t is a mean of t
 verl's over the deviation (--scale_rewards none leaves that out), but for two cases. Where a single
 completion is left, verl has a baseline of 0, which praises what is right there and blames nothing;
 here it is the group's mean, as in GRPO. And a completion that GRPO would not train on, such as one
-whose reward is the group's mean, has no part here.
+whose reward is the group's mean, has no part here. So with --mask_truncated_completions a group
+teaches nothing if those of its completions that are trained on have one reward.
 
 It is GRPO where all completions of a group reach t with equal W, and beyond the end of all others.
 The credit is signed. --credit shuffled gives the credits of each completion to its tokens in random

@@ -10,7 +10,8 @@ one group. Its name has the first of its folders and what tells it from the othe
 What is compared is the figure that chooses a run's best evaluation. The left panel has its learning
 curves: a thin line for each run, and a thick one for the mean of a group. The table has means
 before and after training, the standard deviation of the latter, how many runs failed, and how many
-versions of the code (`codes`) made them.
+versions of the code (`codes`) made them. Of runs of a group with the same seed, only the last one
+given is compared with other groups.
 
 If groups share two seeds or more, the right panel has what one has over the other: a dot for each
 seed, a diamond for the mean, and a bar for its 95% t-interval. There is a row for the end of

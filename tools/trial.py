@@ -47,9 +47,8 @@ def methods_of(method: str) -> dict[str, str]:
     script, own_flags = worth.load_method(method)
     name = shlex.join([Path(shlex.split(method)[0]).stem, *own_flags])
     methods = {GRPO: shlex.join([str(ROOT / "grpo_arca.py"), *worth.PLAIN_FLAGS])}
-    if (
-        "shuffled" in get_args(get_type_hints(script.Args)["credit"])
-        and "--credit" not in own_flags
+    if "shuffled" in get_args(get_type_hints(script.Args)["credit"]) and not re.search(
+        r"--credit\b", method
     ):
         methods[f"{name}, shuffled"] = f"{method} --credit shuffled"
     return methods | {name: method}

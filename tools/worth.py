@@ -35,7 +35,8 @@ percentile bootstraps over batches, with the same draws for a method and for GRP
 
 With --updates K the gradient is that of update K + 1 on a rollout. The methods score the rollout,
 the policy takes K steps of plain GRPO on it, the same for all methods, and then the gradients are
-measured. After each batch, the policy is restored.
+measured. After each batch, the policy is restored. What a method changes in the course of a run, as
+--rlsd_lambda_decay_steps does, changes from batch to batch.
 
 A method may be worth more at one policy than at another, so measure at two. --coordinates says how
 many coordinates of each gradient are kept, the same random ones in every batch (all, if there are
@@ -80,7 +81,7 @@ from common import fail
 UNIFORM = "uniform (GRPO)"
 HALF = "half of the groups"
 PLAIN_FLAGS = ["--credit", "uniform"]
-FIRST_FLAGS = ["--seed", "99", "--lr_scheduler_type", "constant"]  # no training run has this seed
+FIRST_FLAGS = ["--seed", "99"]  # no training run has this seed
 # Flags of all scripts that a method may set for itself. Any others would change the batches.
 OWN_FLAGS = {
     "credit", "sharpening", "negative_weight", "loss_type", "epsilon", "epsilon_high", "output_dir"
@@ -125,7 +126,15 @@ def prepare(flags: tuple[str, ...]) -> trainer.Run:
         torch.set_num_threads(1)
     # `scored` applies each method's own negative weight.
     return trainer.Run(
-        trainer.parse_args([*FIRST_FLAGS, *flags, *PLAIN_FLAGS, "--negative_weight", "1"])
+        trainer.parse_args(
+            [
+                *FIRST_FLAGS,
+                *flags,
+                *PLAIN_FLAGS,
+                "--negative_weight=1",
+                "--lr_scheduler_type=constant",
+            ]
+        )
     )
 
 
@@ -214,7 +223,7 @@ def signal_to_noise(products: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Returns |mean|^2 / variance [D] of batch gradients with these inner products [N, N]."""
     signal = pair_mean(products, weights)
     power = weights @ np.diag(products) / weights.sum(1)
-    return signal.clip(1e-12) / (power - signal)
+    return signal.clip(1e-12 * power) / (power - signal)
 
 
 def as_adam_sees(gradients: np.ndarray) -> np.ndarray:
@@ -247,7 +256,7 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, A
 
     uniform_products = uniform @ uniform.T  # [N, N]
     uniform_snr = signal_to_noise(uniform_products, weights)
-    uniform_square = pair_mean(uniform_products, weights).clip(1e-12)
+    uniform_square = pair_mean(uniform_products, weights).clip(1e-12 * np.trace(uniform_products))
     adam_snr = {
         name: signal_to_noise(as_adam_sees(own), weights) for name, own in gradients.items()
     }
@@ -256,7 +265,7 @@ def figures(gradients: dict[str, np.ndarray], seed: int = 0) -> list[dict[str, A
     for name, own in gradients.items():
         products = own @ own.T
         snr = signal_to_noise(products, weights)
-        square = pair_mean(products, weights).clip(1e-12)
+        square = pair_mean(products, weights).clip(1e-12 * np.trace(products))
         direction = pair_mean(own @ uniform.T, weights) / (square * uniform_square) ** 0.5
         values = {
             "worth": snr / uniform_snr,

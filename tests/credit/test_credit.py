@@ -59,6 +59,14 @@ def test_a_control_is_as_concentrated_as_the_weights_in_other_places(kind):
         torch.testing.assert_close(*both.sort(2).values, rtol=0, atol=0)
 
 
+def test_random_weights_can_be_as_concentrated_as_a_few_tokens_of_many():
+    weights = (torch.arange(1024) < torch.arange(1, 9)[:, None]).float()  # on 1, 2, ... tokens
+    draws = torch.rand(8, 1024, generator=torch.Generator().manual_seed(1))
+    control = control_weights("random", weights, torch.ones(8, 1024).bool(), draws)
+    effective = control.sum(1).square() / control.square().sum(1)
+    torch.testing.assert_close(effective, torch.arange(1.0, 9.0), atol=0.1, rtol=0)
+
+
 @pytest.mark.parametrize("kind", CONTROLS)
 @pytest.mark.parametrize(("module", "own"), [(grpo_arca, "arca"), (grpo_oar, "oar_g")])
 def test_a_scripts_controls_are_made_of_its_own_weights(make_run, module, own, kind):

@@ -28,7 +28,7 @@ def test_a_method_has_a_control_where_that_changes_something_and_new_runs_where_
             folders += {run.parent for run in trial.runs_of("x", f"{mine}{own}", [], setting, 2)}
     assert len(folders) == 8 and len(set(folders)) == 6
     assert list(trial.methods_of(f"{mine} -x 1")) == ["GRPO", "mine -x 1, shuffled", "mine -x 1"]
-    assert list(trial.methods_of(f"{mine} --credit random")) == ["GRPO", "mine --credit random"]
+    assert list(trial.methods_of(f"{mine} --credit=random")) == ["GRPO", "mine --credit=random"]
 
 
 @pytest.mark.parametrize(

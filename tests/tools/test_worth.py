@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -117,10 +118,13 @@ def test_figures_of_gradients_made_to_measure():
         worth.UNIFORM: mean + noise[0],
         worth.HALF: mean + noise[1] * 2**0.5,
         "less noise": mean + noise[2] / 2**0.5,
-        "scaled": 7 * (mean + noise[3]),
+        "scaled": 7e-9 * (mean + noise[3]),
         "turned": turned + noise[4],
+        "none": np.zeros((400, 300)),
     }
-    rows = {row["method"]: row for row in worth.figures(made)}
+    with warnings.catch_warnings(action="ignore"):
+        rows = {row["method"]: row for row in worth.figures(made)}
+    assert worth.verdict(rows["none"]) == "cannot be told"
     assert rows[worth.UNIFORM]["snr"] == pytest.approx(0.25, rel=0.1)
     expected = {worth.HALF: (0.5, 1), "less noise": (2, 1), "scaled": (1, 1), "turned": (1, 0.6)}
     for name, (size, direction) in expected.items():
