@@ -82,7 +82,7 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object, parse_flag_from_env
+from accelerate.utils import DistributedDataParallelKwargs, gather_object, parse_flag_from_env
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor, nn
@@ -1186,6 +1186,9 @@ class Run:
             cpu=not CUDA,  # otherwise processes on CPUs do not find each other
             log_with=None if args.report_to == "none" else args.report_to,
             dynamo_backend="no",  # compiled layers would not compute what the sampling ones do
+            # A start adapter may have layers that no text reaches, as of a vision tower. DDP would
+            # wait for their gradients, and exchange none of the others.
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         )
         if self.accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
             fail(f"launch it on one device or with DDP, not {self.accelerator.distributed_type}")

@@ -166,8 +166,8 @@ def parse_rows(
             answer,
             steps=tuple(row.get("steps") or []) if has_steps else (),
             # An answer of another kind than `gold_answer` reads is for own reward functions.
-            columns=({"gold": cell_of(row, answer_key)} if answer_key else {})
-            | {column: row.get(column) for column in columns if column != prompt_key},
+            columns={column: row.get(column) for column in columns if column != prompt_key}
+            | ({"gold": cell_of(row, answer_key)} if answer_key else {}),
             opening=0,
             row=number,
         )
@@ -344,7 +344,7 @@ def load_problems(
     # The name of a data set to evaluate on may end with its config: openai/gsm8k:main.
     eval_id, _, eval_config = (
         f"{name}:{config or ''}" if eval_name in (None, name) else str(eval_name)
-    ).partition(":")
+    ).partition("\0" if FILE_NAME.search(str(eval_name)) else ":")  # a URL has colons, too
     if name == EMBEDDED:
         train = chain_problems(4096, held_out=False, seed=seed, length=int(config or 0))
     else:

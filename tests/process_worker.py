@@ -40,6 +40,12 @@ def length(completion_ids, **_) -> list[int]:
     return [len(ids) // 50 for ids in completion_ids]
 
 
+def with_unused_weight(model):
+    """Returns a policy with a weight that gets no gradient, as of a vision tower."""
+    model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1)))
+    return model
+
+
 def watch_gradients(run) -> list[torch.Tensor]:
     """Returns a list that will hold the gradients of all updates, of every process [n, numbers]."""
     gradients: list[torch.Tensor] = []
@@ -47,7 +53,7 @@ def watch_gradients(run) -> list[torch.Tensor]:
 
     def watch(parameters, limit):
         parameters = list(parameters)
-        own = [p.grad.flatten() for p in parameters if p.requires_grad]
+        own = [p.grad.flatten() for p in parameters if p.grad is not None]
         gradients.append(run.accelerator.gather(torch.cat(own)[None]))
         return clip(parameters, limit)
 
@@ -80,6 +86,7 @@ def main() -> None:
     results = {}
     for script, cases in CASES.items():
         module = importlib.import_module(script)
+        module.load_policy = lambda *args, load=module.load_policy: with_unused_weight(load(*args))
         run = module.Run(module.parse_args((split + FLAGS).split()))
         run.reward_funcs = {"variety": variety, "length": length}
         run.reward_weights = torch.tensor([1.0, 0.5], dtype=torch.float64)

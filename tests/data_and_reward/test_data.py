@@ -73,7 +73,9 @@ def test_files_of_every_kind(tmp_path, kind, prompt, answer):
     assert len(held_out) == 8 and len(train) == 32
     assert plain(train + held_out) == sorted((r["problem"], r["answer"]) for r in ROWS)
     row = rows[train[3].row - 1]
-    assert train[3].columns == {answer: row[answer], "n": "1" if kind == "csv" else 1}
+    assert train[3].columns == {
+        answer: row[answer], "gold": row[answer], "n": "1" if kind == "csv" else 1
+    }  # fmt: skip
     write(path, rows[:10])  # another file of the same name and size is read anew
     assert len(load(path)[0]) == 8
 
@@ -118,7 +120,7 @@ def test_flags_of_splits_that_are_not_there_are_refused(tmp_path):
 def test_an_evaluation_set_of_its_own(tmp_path):
     """Its one split will do, whatever the name."""
     name = write(tmp_path / "train.jsonl", ROWS)
-    other = write(tmp_path / "eval.jsonl", [{"problem": "New?", "answer": "7"}])
+    other = write(tmp_path / "part:2.jsonl", [{"problem": "New?", "answer": "7"}])
     train, held_out = load(name, eval_dataset_name=other)
     assert len(train) == 40 and plain(held_out) == [("New?", "7")]
     assert all(problem.steps for problem in load(name, eval_dataset_name="chain_arithmetic")[1])
@@ -138,7 +140,10 @@ def test_columns_by_flags_and_nested_ones_by_dotted_names(tmp_path):
         found = [Problem(r["prompt"], str(2 * i)) for i, r in enumerate(verl)]
         assert plain(train + held_out) == plain(found)
         row = verl[train[0].row - 1]
-        assert train[0].columns == {"answer": "no", "reward_model": row["reward_model"]}
+        assert train[0].columns == {
+            "answer": "no", "reward_model": row["reward_model"],
+            "gold": row["reward_model"]["ground_truth"],
+        }  # fmt: skip
     rows = [{"a.b": r["answer"], "q": {"text": r["problem"]}, "problem": "no"} for r in ROWS]
     name = write(tmp_path / "dots.jsonl", rows)
     train, held_out = load(name, prompt_column="q.text", answer_column="a.b")
@@ -332,7 +337,7 @@ def test_json_values_stay_as_written(tmp_path):
         "0.00001", "0.0000001", "14.1", "7", "12", "10000000000000000000000", "007", "1/2",
         "-2.5", "True", "123456789012345678901", "2024-01-01",
     ]  # fmt: skip
-    assert found[0].columns == {"answer": 0.00001, "level": None}
+    assert found[0].columns == {"answer": 0.00001, "gold": 0.00001, "level": None}
 
 
 @pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32(), pyarrow.float64()], ids=str)
@@ -377,7 +382,7 @@ def test_numbers_inside_other_values_and_columns_of_one_name(tmp_path):
     parquet.write_table(table, tmp_path / "set.parquet")
     found = read(tmp_path / "set.parquet")
     assert [problem.answer for problem in found] == ["14.1", "1.4142135"]
-    assert found[0].columns == {"reward_model": cells[0]}
+    assert found[0].columns == {"reward_model": cells[0], "gold": 14.1}
     parquet.write_table(table.rename_columns(["answer"] * 2), tmp_path / "set.parquet")
     path = str(tmp_path / "set.parquet")
     assert "duplicate" in refusal(read_splits, path, None, error=ValueError)
@@ -401,9 +406,9 @@ GOLDS = [
 
 
 def test_own_reward_functions_get_answers_of_any_kind():
-    rows = [{"prompt": "2?", "answer": answer} for answer in ("So it is 5", "#### 7")]
-    found = parse_rows(rows, "x", needs_answers=False)
-    assert [(p.answer, p.columns["gold"]) for p in found] == [("", "So it is 5"), ("7", "#### 7")]
+    rows = [{"prompt": "2?", "answer": a, "gold": "3"} for a in ("So it is 5", "#### 7")]
+    golds = [(p.answer, p.columns["gold"]) for p in parse_rows(rows, "x", needs_answers=False)]
+    assert golds == [("", "So it is 5"), ("7", "#### 7")]
 
 
 def test_gold_answers(capfd):
@@ -851,8 +856,7 @@ def test_a_template_may_begin_a_thought_by_any_mark(tokenizer, mark):
     """A box in a thought that never ends is no answer."""
     tokenizer.chat_template = USERS + mark + "\n"
     (problem,) = encode(tokenizer, [Problem("2?", "2")])
-    text = data.reply_text(tokenizer, problem, tokenizer("\\boxed{2}").input_ids, [])
-    assert text == mark + "\\boxed{2}"
+    assert data.reply_text(tokenizer, problem, tokenizer("So").input_ids, []) == mark + "So"
     tokenizer.chat_template += "</think>\n"  # as where thinking is switched off
     assert encode(tokenizer, [Problem("2?", "2")])[0].open_thought == ""
 

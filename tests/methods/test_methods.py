@@ -432,8 +432,8 @@ def test_the_shuffled_control_has_the_same_terms_in_another_order(name):
         run, _, micros = credited(name, credit=credit, **BUSY.get(name, {}))
         log_ratio = 0.1 * (micros[0].sampled_logp - micros[0].old_logp)
         both = load(name).surrogate_terms(run.args, micros[0], log_ratio)
-        _, high = micros[0].bounds or (1, 1)
-        terms.append(torch.stack((*both, both[0].exp() / high))[:, 0])  # of the first completion
+        of_bound = both[0].exp() / (micros[0].bounds or (1, 1))[1]
+        terms.append(torch.stack((*both, of_bound))[:, 0])  # of the first completion
     torch.testing.assert_close(terms[0].sort(1).values, terms[1].sort(1).values)
     assert not torch.equal(*terms)
 

@@ -198,7 +198,7 @@ def test_a_matrix_of_both_input_and_output_gets_no_adapter(llama, tmp_path, targ
 
 
 def test_a_vision_tower_gets_no_adapter(tmp_path):
-    """It gets no gradient, and DDP would wait for one."""
+    """It would get no gradient."""
     text = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16}
     vision = {
         "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
