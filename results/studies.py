@@ -59,6 +59,7 @@ METHODS = {
     "GRPO, 72 completions": "grpo_arca.py --credit uniform --per_device_train_batch_size 72",
     "right answers only": "grpo_arca.py --credit uniform --negative_weight 0",
     "wrong answers at a quarter": "grpo_arca.py --credit uniform --negative_weight 0.25",
+    "wrong answers tenfold": "grpo_arca.py --credit uniform --negative_weight 10",
     "right answers only, by probability": "grpo_arca.py --credit probability --negative_weight 0",
     "ARCA": "grpo_arca.py --credit arca",
     "ARCA, p = 2": "grpo_arca.py --credit arca --sharpening 2",
@@ -78,8 +79,8 @@ METHODS = {
 DRAWN_AGAIN = {
     f"{name}, groups drawn again": f"{METHODS[name]} --max_resample_times 4"
     for name in (
-        "right answers only", "ARCA", "ARCA's weights, shuffled", "OAR-G", "S-trace",
-        "S-trace, normalized",
+        "right answers only", "wrong answers at a quarter", "wrong answers tenfold", "ARCA",
+        "ARCA's weights, shuffled", "OAR-G", "S-trace", "S-trace, normalized",
     )
 }  # fmt: skip
 METHODS |= DRAWN_AGAIN

@@ -79,7 +79,6 @@ SHUFFLED = {  # methods -> their own credits in random order, where these have a
 }
 OAR_ON_RIGHT = "OAR-G, right answers only"
 PLANNED = (*MAIN, *ORACLES, "ARCA, p = 2", OAR_ON_RIGHT)  # rows on the wrong policy
-SAME_AS_GRPO = "GRPO, its KL logged"
 RIVAL = "methods/"  # how the names of methods begin whose figures have a page of their own
 FEWEST_SEEDS = 3  # for an interval
 WEIGHT = "grpo_arca.py --credit uniform --negative_weight"  # and a number
@@ -261,15 +260,12 @@ SMOLLM2_AGAIN = Group("smollm2", 1, "4e-4", GRPO_AGAIN)
 
 @cache
 def whole_runs() -> dict[Group, dict[int, list[Row]]]:
-    """Returns the lines of each complete run, by its group and its seed."""
+    """Returns the lines of each run, by its group and its seed."""
     runs: dict[Group, dict[int, list[Row]]] = {}
     for study in STUDIES:
-        last = str(STUDIES[study].rollouts)
         all_lines = read_csv(STUDY_DATA / f"{study}.csv")
-        for (method, updates, rate, seed), own_lines in itertools.groupby(all_lines, key_of):
-            lines = list(own_lines)
-            if lines[-1]["rollout"] == last and method != SAME_AS_GRPO:
-                runs.setdefault(Group(study, updates, rate, method), {})[seed] = lines
+        for (method, updates, rate, seed), lines in itertools.groupby(all_lines, key_of):
+            runs.setdefault(Group(study, updates, rate, method), {})[seed] = list(lines)
     return {group: runs[group] for group in sorted(runs, key=place_of)}
 
 
@@ -557,12 +553,26 @@ def rivals() -> Table:
 
 
 def smollm2_float32() -> Table:
-    """Eight runs or more of a method on SmolLM2 in float32."""
-    groups = [group for group in at_grpos_rate("smollm2_float32") if len(group.lines()) >= 8]
+    """Eight runs or more of a method on SmolLM2 in float32, without groups drawn again."""
+    groups = [
+        group
+        for group in at_grpos_rate("smollm2_float32")
+        if len(group.lines()) >= 8 and group.method not in AGAIN
+    ]
     return table_of(groups, {
         "method": "method", "rate": "rate", "above 0.3, 0.5, 0.8": "heights",
         "ends above GRPO": "above GRPO", "end, lowest to highest": "range",
         "median": "median", "cut": "cut", "completions a rollout": "completions",
+    })  # fmt: skip
+
+
+def smollm2_weights() -> Table:
+    """What the weight of wrong answers changes on SmolLM2 in float32, with groups drawn again."""
+    groups = [group for group in groups_of("smollm2_float32") if group.method in AGAIN]
+    return table_of(groups, {
+        "method": "method", "seeds": "seeds", "failed seeds": "failed seeds", "end": "end",
+        "end, lowest to highest": "range", "greedy": "greedy", "pass@4": "pass@4",
+        "completions a rollout": "completions",
     })  # fmt: skip
 
 
@@ -591,7 +601,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     for function in (
         result, tests, wrong_policy, nearly_right_policy,
         smollm2, controls, three_policies, weights, worth, rivals, smollm2_float32,
-        rivals_worth, tokens,
+        smollm2_weights, rivals_worth, tokens,
     )
 }  # fmt: skip
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
