@@ -211,7 +211,7 @@ class Args:
     )
     trace_keep_own: bool = flag(True, "a masked token keeps its own ratio in its own trace")
     trace_kernel: Literal["recent", "both"] = flag(
-        "recent", "grpo_lambda: late tokens weigh most | early tokens do, too"
+        "recent", "grpo_lambda: recent ratios count most | early ones do, too"
     )
     # === END CREDIT ===
     # optimizer
