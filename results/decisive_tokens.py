@@ -39,12 +39,10 @@ from common.task import token_roles
 METHODS = {  # --credit -> its script
     "arca": "grpo_arca",
     "surprisal": "grpo_arca",
-    "probability": "grpo_arca",
     "entropy_reduction": "grpo_arca",
     "divergence": "grpo_arca",
     "oar_p": "grpo_oar",
     "oar_g": "grpo_oar",
-    "p_trace": "grpo_strace",
     "s_trace": "grpo_strace",
 }
 SAMPLES = 4  # of each of 200 problems

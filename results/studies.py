@@ -2,7 +2,7 @@
 
     python results/studies.py                           # all that is missing; a killed run resumes
     python results/studies.py wrong_policy --methods ARCA "methods/oppo.py --credit shuffled"
-    python results/studies.py nearly_right_policy --methods ARCA --updates 1 4 --rate 0.002
+    python results/studies.py wrong_policy --methods ARCA --updates 1 4 --rate 0.001
     python results/studies.py --collect                 # finished runs -> results/data/studies/
 
 A method is a name of METHODS, or a script with its flags. A file of methods/ is forked first, by
@@ -59,7 +59,6 @@ METHODS = {
     "GRPO, 72 completions": "grpo_arca.py --credit uniform --per_device_train_batch_size 72",
     "right answers only": "grpo_arca.py --credit uniform --negative_weight 0",
     "wrong answers at a quarter": "grpo_arca.py --credit uniform --negative_weight 0.25",
-    "wrong answers tenfold": "grpo_arca.py --credit uniform --negative_weight 10",
     "right answers only, by probability": "grpo_arca.py --credit probability --negative_weight 0",
     "ARCA": "grpo_arca.py --credit arca",
     "ARCA, p = 2": "grpo_arca.py --credit arca --sharpening 2",
@@ -79,11 +78,17 @@ METHODS = {
 DRAWN_AGAIN = {
     f"{name}, groups drawn again": f"{METHODS[name]} --max_resample_times 4"
     for name in (
-        "right answers only", "wrong answers at a quarter", "wrong answers tenfold", "ARCA",
-        "ARCA's weights, shuffled", "OAR-G", "S-trace", "S-trace, normalized",
+        "right answers only", "ARCA", "ARCA's weights, shuffled", "OAR-G", "S-trace",
+        "S-trace, normalized",
     )
 }  # fmt: skip
-METHODS |= DRAWN_AGAIN
+WEIGHTS_AGAIN = {
+    f"wrong answers {name}, groups drawn again": (
+        f"{METHODS[GRPO]} --max_resample_times 4 --negative_weight {weight}"
+    )
+    for name, weight in (("at a quarter", 0.25), ("tenfold", 10))
+}
+METHODS |= DRAWN_AGAIN | WEIGHTS_AGAIN
 MAIN = [GRPO, "right answers only", "ARCA", "OAR-G", "S-trace"]
 ORACLES = ["least variance", "step values", "step values, right answers only"]
 
@@ -172,6 +177,7 @@ PLAN = [  # study, updates, methods, learning rate (None: GRPO's), seeds
     ("nearly_right_policy", 4, ["S-trace, normalized"], None, 8),
     ("smollm2", 1, [*MAIN, "GRPO, groups drawn again"], None, 12),
     ("smollm2", 1, ["GRPO, 72 completions", *DRAWN_AGAIN], None, 8),
+    ("smollm2_float32", 1, ["GRPO, groups drawn again", *WEIGHTS_AGAIN], None, 8),
     ("default_command", 1, [*MAIN, "ARCA's weights, shuffled", "P-trace"], None, 3),
     ("default_command", 1, [GRPO, "right answers only"], None, 8),
     ("small_rollouts", 1, [GRPO, "right answers only"], None, 8),
@@ -343,7 +349,7 @@ def collect(folder: Path) -> None:
     for study in STUDIES:
         path = DATA / f"{study}.csv"
         lines = read_csv(path)
-        for summary in sorted((folder / study).glob("*/summary.json")):
+        for summary in sorted(folder.resolve(strict=True).glob(f"{study}/*/summary.json")):
             run = Run(**json.loads((summary.parent / "run.json").read_text()))
             lines = [line for line in lines if key_of(line) != run[1:]]
             lines += lines_of(run, summary.parent)
@@ -358,7 +364,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("studies", nargs="*", choices=[[], *STUDIES], help="default: all")
-    parser.add_argument("--methods", nargs="+", help="default: the plan of the study")
+    parser.add_argument(
+        "--methods", nargs="+", help="default: the study's plan, which ignores the next three"
+    )
     parser.add_argument("--updates", nargs="+", type=int, default=[1], help="of a rollout")
     parser.add_argument("--rate", help="learning rate; default: GRPO's")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1, 9)))
@@ -376,6 +384,7 @@ def main() -> None:
     commands = {run.folder: run.command() for run in missing}
     updates = sum(STUDIES[run.study].rollouts * run.updates for run in missing)
     train_all(commands, updates, options.processes)
+    sys.exit(not all(run.is_done() for run in missing))
 
 
 if __name__ == "__main__":

@@ -94,17 +94,12 @@ NAMES = {  # a method in the tables of worth and of tokens -> on the page
     "arca": "ARCA",
     "entropy_reduction": "entropy reduction",
     "oar_g": "OAR-G",
-    "grpo_oar.py": "OAR-G",
     "oar_p": "OAR-P",
-    "p_trace": "P-trace",
     "s_trace": "S-trace",
     "grpo_strace.py": "S-trace",
     "right alone": "right answers only",
     RIGHT_ONLY: "right answers only",
-    "negative_weight 0.25": "wrong answers at a quarter",
     "oar_g, right alone": OAR_ON_RIGHT,
-    "grpo_oar.py --negative_weight 0": OAR_ON_RIGHT,
-    "s_trace, right alone": "S-trace, right answers only",
     "right alone, by probability": "right answers only, by probability",
     "grpo_arca.py --credit probability --negative_weight 0": "right answers only, by probability",
     "oracle: step values": "step values",
@@ -148,10 +143,12 @@ class Group(NamedTuple):
         return self._replace(method=method)
 
     def baseline(self) -> "Group":
-        """Returns the runs that this group is compared with: GRPO's, made with the same code."""
+        """Returns the runs of GRPO that this group is compared with."""
         if self.method.startswith(WEIGHT):
             return self.of(f"{WEIGHT} 1")
-        return self.of(GRPO_AGAIN if self.method in AGAIN else GRPO)
+        return self.of(
+            GRPO_AGAIN if self.method in AGAIN or "--max_resample" in self.method else GRPO
+        )
 
     def beside(self, method: str) -> "Group":
         """Returns the runs of another method that are compared with this group, of GRPO."""
@@ -378,7 +375,7 @@ def tests() -> Table:
     table = [[f"study (of {len(tested)} differences)", "rate", "method", "figure", "seeds",
               "over GRPO", "p of t, corrected", "of sign flips, corrected"]]  # fmt: skip
     for row in tested:
-        if row["method"].startswith(RIVAL) or min(row["p_holm"], row["p_flips_holm"]) >= 0.05:
+        if row["method"].startswith(RIVAL) or not min(row["p_holm"], row["p_flips_holm"]) < 0.05:
             continue
         cells = [row[name] for name in ("study", "rate", "method", "figure")]
         more = shown([row["more"], row["low"], row["high"]], "+.3f")
@@ -585,7 +582,6 @@ def rivals_worth() -> Table:
 def tokens() -> Table:
     """Where each method puts its weight, before and after training."""
     rows = read_csv(DATA / "decisive_tokens/table.csv")
-    rows = [row for row in rows if row["credit"] not in ("probability", "p_trace")]
     wrong = f"{rows[0]['wrong']} / {rows[-1]['wrong']} wrong completions"
     table = [["method", "weight of a result digit", "of the first wrong token",
               f"its AUROC ({wrong})", "its AUROC among result digits", "EffN/T"]]  # fmt: skip

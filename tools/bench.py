@@ -274,7 +274,7 @@ def count_operations(argv: list[str]) -> dict[str, int]:
 def contenders_of(options: argparse.Namespace) -> list[Contender]:
     """Returns what is measured."""
     found = []
-    for method in options.methods:
+    for method in dict.fromkeys(options.methods):  # equal ones would be one row
         command = [sys.executable, *shlex.split(method)]
         reference = options.methods[0]
         if options.against:

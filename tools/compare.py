@@ -182,8 +182,8 @@ def differences(groups: Groups) -> pandas.DataFrame:
         more = (figures["own"] - figures["other"]).dropna(axis=1, how="all")  # of shared seeds
         if len(more.columns) < 2 or others[0].metric != metric:
             continue
-        failed = [run.folder.name for run in own + others if run.seed in more and run.has_failed()]
-        for figure, values in more.iterrows():
+        failed = [run.folder.name for run in runs.values() if run.seed in more and run.has_failed()]
+        for figure, values in more.dropna().iterrows():
             row = {
                 "group": short(label),
                 "over": short(former),

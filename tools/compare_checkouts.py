@@ -4,8 +4,7 @@
     python tools/compare_checkouts.py ../before [case ...]
 
 Both run the same cases from the same seed. All metrics but times and memory must be equal, and so
-must the adapters. Exit code 1 if something differs. The results of the other checkout are kept in
-its folder runs/, and a case that is done there is not run again.
+must the adapters. Exit code 1 if something differs.
 """
 
 import filecmp
@@ -49,7 +48,7 @@ def cases() -> dict[str, tuple[str, str]]:
         "--mask_truncated_completions True --max_completion_length 40",
         "top_p": f"{SHORT} --top_p 0.9 --temperature 0.8",
         "right_only": f"{SHORT} --negative_weight 0 --skip_zero_gradient True",
-        "two_processes": f"{LONG}",
+        "two_processes": LONG,
         "resampled": f"{SHORT} --max_resample_times 2",
         "start_adapter": f"{SHORT} --beta 0.05",
         "checkpointed": f"{SHORT} --gradient_checkpointing True --rollout_weights quantized",
@@ -58,10 +57,8 @@ def cases() -> dict[str, tuple[str, str]]:
 
 
 def run(checkout: Path, name: str, script: str, flags: str) -> Path:
-    """Runs a case in a checkout, unless that is done there, and returns the output folder."""
+    """Runs a case in a checkout, and returns the output folder."""
     folder = checkout / "runs/compare_checkouts" / name
-    if (folder / "summary.json").exists() and checkout != ROOT:
-        return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [sys.executable, f"{script}.py", *flags.split(), "--output_dir", str(folder)]
@@ -91,7 +88,7 @@ def metrics_of(folder: Path) -> pandas.DataFrame:
 
 
 def main() -> None:
-    other = Path(sys.argv[1]).resolve()
+    other = Path(sys.argv[1]).resolve(strict=True)
     differing = []
     for name in sys.argv[2:] or cases():
         ours, theirs = [run(checkout, name, *cases()[name]) for checkout in (ROOT, other)]

@@ -275,9 +275,10 @@ def main() -> None:
     )
     parser.add_argument("--small", action="store_true", help="try the command on a CPU")
     parser.add_argument("--repeats", type=int, default=3, help="of the speeds' measurement")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/gpu_proof")
+    parser.add_argument("--folder", type=Path, help="default: runs/gpu_proof, or gpu_proof_small")
     options = parser.parse_args()
-    folder = options.folder.absolute()
+    default = ROOT / ("runs/gpu_proof_small" if options.small else "runs/gpu_proof")
+    folder = (options.folder or default).absolute()
     results = folder if options.small else ROOT / "results"
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     os.environ["CUDA_VISIBLE_DEVICES"] = "" if options.small else first

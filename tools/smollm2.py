@@ -5,7 +5,6 @@
 
 The model is SmolLM2-135M-Instruct, from that package's GGUF file, as a folder that
 --model_name_or_path takes. On the Hub, HuggingFaceTB/SmolLM2-135M-Instruct is the same model.
-Without the package, the command makes the data alone.
 
 The task is to add 1 to 3 to a digit, or to subtract it, twice, after three worked examples. Every
 step must be stated and right. The first example is 7 + 4 - 4, and its solution is
