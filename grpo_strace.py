@@ -578,16 +578,16 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     is NaN if no reward function applied; it is left out of every mean and deviation, and its
     advantage is 0.
     """
-    is_known = ~rewards.isnan()
     # Subtract the best reward first: equal rewards then give exactly 0. Minus a rounded mean, they
-    # might not.
-    from_best = rewards - rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)  # at most 0
-    centered = (from_best - from_best.nanmean(1, keepdim=True)).masked_fill(~is_known, 0.0)
-    degrees_of_freedom = (is_known.sum(1, keepdim=True) - 1).clamp(min=1)
-    variance = centered.square().sum(1, keepdim=True) / degrees_of_freedom
+    # might not. Sums such as .1 + .2 and .3 are equal, too, but for their own rounding.
+    best = rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)
+    from_best = (rewards - best).masked_fill(rewards.isclose(best, rtol=1e-12, atol=0.0), 0.0)
+    centered = from_best - from_best.nanmean(1, keepdim=True)
+    degrees_of_freedom = ((~rewards.isnan()).sum(1, keepdim=True) - 1).clamp(min=1)
+    variance = centered.square().nansum(1, keepdim=True) / degrees_of_freedom
     divisors: dict[str, Any] = {
         "group": variance.sqrt() + 1e-4,  # [prompts, 1, ...]
-        "batch": rewards[is_known].std() + 1e-4,
+        "batch": rewards[~rewards.isnan()].std() + 1e-4,
         "none": 1.0,
     }
     # The deviation of a batch with a single known reward is NaN.

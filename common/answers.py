@@ -120,6 +120,7 @@ UNIT = (
 )
 # What is replaced by what; at some rows only if the problem has what the third pattern finds.
 REWRITES = [(re.compile(text), by, list(map(re.compile, where))) for text, by, *where in [
+    (r"(?s)\[asy\].*?\[/asy\]", ""),  # a problem's drawing
     (r"(?<![\w)\]}*])(\*{1,3}|__)(?=\S)(.*?)\1", r"\2"),  # bold in Markdown
     (r"(?<=[\w)\]}]) ?\*\* ?(-?\w+|\([^()]*\))", r"^{\1}"),  # x**2
     (r"([\^_])(\d)\1(\d)(?:\1(\d))?", r"\1{\2\3\4}"),  # x¹⁰
@@ -131,12 +132,12 @@ REWRITES = [(re.compile(text), by, list(map(re.compile, where))) for text, by, *
      r"(?![^(\[]*(?:[)\]]|\\\}))", ""),
     (r"(?<=\d)[eE]\+?(-?\d{1,3})(?![\w.^])", r" \\times 10^{\1}"),  # 1e5
     (r"\\\\ ?\[[^\]]*\]", r"\\\\"),  # the gap between two rows: \\[4pt]
-    (r"(\\\$|[€£¢]|(?<!\\)\$(?=\d[^$]*$)) ?((?:[.,]?\d)+|\\frac\{[^{}]*\}\{[^{}]*\})",
+    (r"(\\\$|[€£¢]|(?<!\\)\$(?=\d[^$]*$))(?:\\[,!])? ?((?:[.,]?\d)+|\\frac\{[^{}]*\}\{[^{}]*\})",
      r"\2\\text{ \\\1 }"),  # $5
     (r"\\(?:left|right|displaystyle|bf|large|q?quad)(?![a-zA-Z])"
      r"|(?<!\\)(?:\\[!,;: ()\[\]]|\$)|\s+", " "),
     (r"^ ?(?:\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}|\(([^(),]*)\) ?$)", r"\1\2"),  # {5} (5)
-    (r"\\[dt](frac|binom)", r"\\\1"),
+    (r"\\[cdt](frac|binom)", r"\\\1"),
     (r"\\frac *(\d) *(\d)", r"\\frac{\1}{\2}"),
     (r"(?<![\d.}^_√])(?<!\^-)(?<!\\sqrt)(?<!\\sqrt )(\d+) ?(?:/|\\div) ?(-?\d+)(?!\.?\d)",
      r"\\frac{\1}{\2}"),
@@ -240,7 +241,7 @@ WORD = re.compile(
 # What a problem asks for: how many square feet, in miles per hour, what percent. Not asked for are
 # "in a year", "in 2" and "8 percent".
 ASKED = re.compile(
-    r"\b(?:how many|number of) ((?:[a-z]+ ?){1,3})"
+    r"\b(?:how many|number of) ((?:(?!in\b)[a-z]+ ?){1,3})"
     r"|\bin ((?:square |cubic )?[a-z]+(?: per [a-z]+)?)"
     r"|(?:^|[^\d\s\\]|[^\d\s]\s)\\?(percent)",
     re.IGNORECASE,
@@ -286,7 +287,8 @@ def have_right_words(given: set[str], right: set[str], problem: str) -> bool:
     known, asked = words_of(problem)
     if known & ALL_UNITS <= UNNAMED_UNITS:
         known = known | ALL_UNITS  # the problem names no unit
-    return given <= known and not (units and asked & ALL_UNITS and not units & asked)
+    # Many problems about money name cents or hours, and no dollars.
+    return given - {"dollar"} <= known and not (units and asked & ALL_UNITS and not units & asked)
 
 
 # ---- Parts ---------------------------------------------------------------------------------------
@@ -366,7 +368,8 @@ def read(text: str, problem: str) -> list[Part]:
     for piece in pieces:
         sides = [side.strip() for side in EQUALS.split(piece.replace("\\pm", "+"))]
         is_named = len(sides) > 1 and (
-            NAME.fullmatch(sides[0]) or spelling(sides[0]) in spelling(tidy(problem))
+            NAME.fullmatch(sides[0])
+            or spelling(sides[0].replace("~", " ")) in spelling(tidy(problem))
         )
         label = FRILLS.sub("", sides[0]) if is_named else ""
         if is_named:
@@ -399,8 +402,17 @@ def factors(formula: str) -> int:
 
 
 def is_finished(value: str, gold: str, problem: str) -> bool:
-    """Returns whether a value is no copy of the problem, and is factored or expanded if asked."""
-    is_formula = OPERATION.search(value) or OPERATION.search(gold)
+    """Returns whether a value is no copy of the problem, and is factored or expanded if asked.
+
+    A plain number is a copy only where the problem asks for another form of it.
+    """
+    is_formula = OPERATION.search(value) or (
+        OPERATION.search(gold)
+        and (
+            number(gold) is None
+            or re.search("(?i)fraction|express|writ|convert|mixed|notation|power|form", problem)
+        )
+    )
     is_copy = is_formula and spelling(value) != spelling(gold) and loose(value) in loose(problem)
     return not (
         is_copy

@@ -62,8 +62,15 @@ def make_batch(completions: list[list[int]], prompts: list[list[int]] | None = N
         ids[i, columns] = torch.tensor(prompt + completion)
         attention[i, columns] = True
     batch = random_batch(grpo_oar, rows=count, prompt=width, length=length)
-    batch = replace(batch, ids=ids, attention=attention, loss_mask=attention[:, width:])
-    return unscored(batch)
+    return unscored(
+        replace(
+            batch,
+            ids=ids,
+            attention=attention,
+            loss_mask=attention[:, width:],
+            texts=TOKENIZER.batch_decode(completions),
+        )
+    )
 
 
 def score(run, *micros) -> dict[str, float]:
@@ -272,16 +279,19 @@ def shapes(monkeypatch) -> list[tuple]:
 
 @pytest.mark.parametrize("credit", ["oar_p", "oar_g", "uniform"])
 def test_only_rows_with_an_advantage_and_an_answer_are_asked(make_run, shapes, credit):
-    """The second row is asked as if it was alone; plain GRPO asks for nothing."""
+    """The second row is asked as if it was alone; plain GRPO asks for nothing.
+
+    The first row's box is in a thought that the prompt has begun, and that never ends."""
     run = make_run(grpo_oar, credit=credit)
     batch = make_batch([tokens(parts) for parts in COMPLETIONS[:4]], [encode(PROMPTS[1])] * 4)
-    batch.advantages = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    batch.advantages = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    batch.texts[0] = f"<think>{batch.texts[0]}"
     metrics = score(run, batch)
     alone = batch.select(torch.tensor([1]))
     seen = [*shapes]
     shapes.clear()
     assert score(run, alone)["no_answer_share"] == (credit == "uniform") and seen == shapes
-    assert metrics["no_answer_share"] == (1 if credit == "uniform" else 0.5)
+    assert metrics["no_answer_share"] == (1 if credit == "uniform" else pytest.approx(2 / 3))
     assert (seen == []) == (credit == "uniform")
 
 

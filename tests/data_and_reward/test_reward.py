@@ -138,11 +138,17 @@ RIGHT = [
     (r"12\text{ dozen}", "144", "Eggs are $3 a dozen. How many eggs are $36?"),
     (r"\text{Area} = 12", "12", "Find the area."), (r"\frac{24}{52!}", r"\frac{4!}{52!}"),
     (r"\$45", "45", "Ali keeps his bills in his wallet. How much money does he have?"),
+    (r"\$\,45", "45", "Bo has 15 quarters and 3 cents. How much do 3 socks cost?"),
+    (r"\$45", "45", "The number of people in a shop is 9. They pay $5 each. How much is that?"),
+    (r"25\text{ minutes}", "25", "Ann cooks for 5 minutes. Find the number of eggs in 5 pots."),
     (r"25\%", r"\frac14", "A shop separates balls. What is the probability that it is red?"),
     (r"\left(5\right)", "5"), (r"\frac{ 1 }{ 3 }", r"\frac13"), (r"\frac{1} {3}", r"\frac13"),
     (r"\left(\frac{1}{3}\right)", r"\frac13"),
     # a formula of the problem that is the answer
     (r"\dfrac{3}{4}", r"\frac34", r"Which is larger, $\frac34$ or $\frac{2}{3}$?"),
+    ("0.5", r"\frac12", "A cube weighs 0.5 kg. What is the chance of a 1?"),
+    ("0.5", r"\frac12", "[asy]draw((0.5,0));[/asy] What fraction is red?"),
+    (r"\sin 30^\circ = \frac12", r"\cfrac{1}{2}", r"Compute $\sin 30^\circ$."),
     ("m^2 + n^2 = 17", "17", "Find $m^2+n^2$."),
     # parts by name, unit or order
     ("y=2, x=1", "(1, 2)"), ("1, 2", "(1, 2)", "Find the ordered pair."), ("(1, 2)", "x=1, y=2"),
@@ -206,6 +212,7 @@ WRONG = [
     (r"30\text{ hours}", "30", "Tom works in his shop. How many minutes does he need?"),
     (r"30\text{ s}", "30", "How many minutes does Tom's dog bark?"),
     (r"8\%", "8", "A shop separates balls. How heavy is one?"),
+    (r"\$75", "75", "A sock costs 15 cents. How many cents do 5 of them cost?"),
     # what stands before the value, or scales it
     ("minus 8", "8", "What is 12 minus 4?"), (r"\text{less than } 8", "8", "Less than 12 by 4?"),
     (r"\text{half of } 8", "8", "Half of 16?"), (r"\text{not } x", "x", "What is not y?"),
@@ -237,6 +244,7 @@ WRONG = [
     ("x^2<4", "(-2,2)", "Find all x with $x^2<4$."), ("x+1=4", "x=3", "Solve $x+1=4$."),
     ("6/8", r"\frac34", "Write 6/8 in lowest terms."), ("√12", r"2\sqrt3", "Simplify √12."),
     ("x^2 - 9", "(x-3)(x+3)", "Factor x² - 9."), ("1,000/50", "20", "Compute 1,000/50."),
+    ("0.5", r"\frac12", "Express 0.5 as a ratio."), ("12", r"2^2 \cdot 3", "Factor 12."),
     ("3/4", "0.75", "Write 3/4 as a decimal."), ("45%", "0.45", "Write 45% as a decimal."),
     ("0.00012", r"1.2\times10^{-4}", "Write 0.00012 in scientific notation."),
     (r"\frac{12}{18}", r"\frac23", "Compute 12÷18."), (r"xx^2", "x^3", r"Simplify $x \cdot x^2$."),

@@ -104,10 +104,10 @@ def test_advantages_equal_trls(aggregation, scale):
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_equal_rewards_have_no_advantage(scale):
-    """Rounding of their mean must not leave one: a fresh Adam would make a whole step of it."""
+    """Rounding of a mean or a sum must leave none: a fresh Adam would make a whole step of it."""
     for reward, unknown in itertools.product([0.1, 0.3, 1 / 3, 123.456], range(7)):
-        group = [reward] * (8 - unknown) + [NAN] * unknown
-        rewards = torch.tensor([group, [0.0, 1.0] * 4])
+        group = [reward * (1 + 2**-52)] + [reward] * (7 - unknown) + [NAN] * unknown
+        rewards = torch.tensor([group, [0.0, 1.0] * 4], dtype=torch.float64)
         advantages = grpo_arca.group_advantages(rewards, scale)
         assert (advantages[0] == 0).all() and (advantages[1] != 0).all()
 
