@@ -9,16 +9,16 @@ GRPO (arXiv 2402.03300) samples a group of completions for each prompt. The adva
 completion is its reward minus the group's mean, divided by the group's standard deviation, and each
 of its tokens receives the same advantage. OAR (Outcome-grounded Advantage Reshaping, arXiv
 2601.07408) measures how much the final answer depends on each of the L reasoning tokens. The policy
-reads the prompt, the reasoning and a conclude string, which asks for the answer again. There it
-predicts the answer's tokens: p is its distribution of the first one (OAR-P), or the softmax of the
-mean of their logits (OAR-G).
+reads the prompt, the reasoning, a conclude string that asks for the answer, and the answer that the
+completion gave. p is the softmax of the logits that predict the first token of this answer (OAR-P),
+or of the mean of the logits that predict its tokens (OAR-G).
 
     OAR-P   I_t = KL(p || p with token t replaced by the pad token)
     OAR-G   I_t = | <dJ / d embed_t, embed_t> |, one backward pass for all t, where
             J   = KL(p || p with N(0, 1e-3^2) added to the embeddings of the reasoning)
 
-Low scores are damped and high ones raised. With n = minmax(log1p(I)), tau = quantile(n, q), and
---oar_quantile and --oar_beta for q and b,
+Low scores are damped and high ones raised. q and b are --oar_quantile and --oar_beta. With
+n = minmax(log1p(I)) and tau = quantile(n, q), both over the reasoning,
 
     w_t = max(n_t / tau, .1)                          where n_t < tau
     w_t = 1 + b * (n_t - tau) / (1 - tau)             elsewhere
@@ -200,7 +200,8 @@ class Args:
     # === CREDIT ===
     credit: Literal["oar_g", "oar_p", "uniform", "random", "shuffled"] = flag(
         "oar_g",
-        "OAR by gradient | by perturbation | plain GRPO | two controls with OAR-G's weights",
+        "OAR by gradient | by perturbation | plain GRPO | controls: random weights as concentrated "
+        "as OAR-G's | OAR-G's in random order",
     )
     oar_quantile: Annotated[float, 0, 1] = flag(0.25, "q: scores below this quantile are damped")
     oar_beta: float = flag(1.0, "how much the largest score adds to a weight of 1")
@@ -342,7 +343,8 @@ COLUMNS_PER_CUT = 4  # OAR-P: neighboring columns that share one cut of the cach
 
 
 def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
-    """Returns how much the answer depends on each reasoning token [B, T]; -1 where no score is."""
+    """Returns how much the answer depends on each token [B, T]; -1 for a token without a score."""
+    # With uniform no token is scored, so `assign_credit` gives all of them the weight 1.
     places = [] if run.args.credit == "uniform" else micro.advantages.nonzero().flatten().tolist()
     probes = find_probes(run, micro, places)
     scores = torch.full_like(micro.entropy, -1.0)
@@ -357,19 +359,20 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Turns the scores of a rollout into weights, and logs which had no answer."""
+    """Turns a rollout's scores into weights, and logs the share of completions without scores."""
     args = run.args
     shares = []
     for micro in micros:
-        # `score` has multiplied by the mask, so padding is -0.0 here, which is not below 0.
-        reasoning = micro.mask & (micro.scores >= 0)
-        weights = gated_weights(args, micro.scores.clamp(min=0), reasoning)
+        # `score` has made -1 * 0 = -0.0 of padding, which is >= 0 as well. Hence the mask.
+        is_scored = micro.mask & (micro.scores >= 0)
+        weights = gated_weights(args, micro.scores.clamp(min=0), is_scored)
         if args.credit in ("random", "shuffled"):
             draws = credit_draws(run, micro)
-            weights = control_weights(args.credit, weights, reasoning, draws)
+            weights = control_weights(args.credit, weights, is_scored, draws)
         micro.credit = weights * micro.mask
         micro.weights = micro.credit
-        shares.append({"no_answer_share": (~reasoning.any(1), micro.advantages != 0)})
+        # What is averaged, and over which completions: those that have an advantage.
+        shares.append({"no_answer_share": (~is_scored.any(1), micro.advantages != 0)})
     metrics |= means(run.accelerator, shares)
 
 
@@ -378,27 +381,28 @@ def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor
     return log_ratio, micro.advantages[:, None] * micro.credit
 
 
-def gated_weights(args: Args, scores: Tensor, reasoning: Tensor) -> Tensor:
-    """Turns scores [B, T] >= 0 into weights [B, T], within the mask `reasoning` [B, T].
+def gated_weights(args: Args, scores: Tensor, is_scored: Tensor) -> Tensor:
+    """Turns scores [B, T] >= 0 into weights [B, T], within the mask `is_scored` [B, T].
 
-    Weights are 1 outside that mask, and where all scores of a row are equal. A row without
-    reasoning is inf and NaN up to the last two lines. The 1e-8 are the authors'.
+    Weights are 1 outside that mask, and where all scores of a row are equal. In a row without
+    scores, n, tau, damped and raised are inf or NaN, and no weight takes them. The 1e-8 are the
+    authors'.
     """
     logs = torch.log1p(scores.double())
-    low = torch.where(reasoning, logs, torch.inf).amin(1, keepdim=True)
-    high = torch.where(reasoning, logs, -torch.inf).amax(1, keepdim=True)
+    low = torch.where(is_scored, logs, torch.inf).amin(1, keepdim=True)
+    high = torch.where(is_scored, logs, -torch.inf).amax(1, keepdim=True)
     span = high - low
     n = (logs - low) / torch.where(span > 0, span, 1.0)
-    tau = torch.where(reasoning, n, torch.nan).nanquantile(args.oar_quantile, 1, keepdim=True)
+    tau = torch.where(is_scored, n, torch.nan).nanquantile(args.oar_quantile, 1, keepdim=True)
     damped = (n / (tau + 1e-8)).clamp(min=0.1)
     raised = 1 + args.oar_beta * (n - tau) / (1 - tau + 1e-8)
-    weights = torch.where(reasoning, torch.where(n < tau, damped, raised), 0.0)
-    weights *= reasoning.sum(1, keepdim=True) / (weights.sum(1, keepdim=True) + 1e-8)
-    return torch.where(reasoning, weights, 1.0).float()
+    weights = torch.where(is_scored, torch.where(n < tau, damped, raised), 0.0)
+    weights *= is_scored.sum(1, keepdim=True) / (weights.sum(1, keepdim=True) + 1e-8)
+    return torch.where(is_scored, weights, 1.0).float()
 
 
 class Probes(NamedTuple):
-    """The texts by which n completions are scored; a text is what `ids` names, N tokens wide.
+    """What the policy reads to score n completions: a row of N tokens for each.
 
     Prompt and reasoning stand in the same columns as in the micro-batch.
     """
@@ -408,13 +412,13 @@ class Probes(NamedTuple):
     attention: Tensor  # [n, N] bool: False on padding
     reasoning: Tensor  # [n, N] bool
     answers: Tensor  # [n, A] tokens of the answers, padded with -1; in OAR-P the first one only
-    answer_columns: Tensor  # [n, A] columns that predict them, counted from the end; else junk
+    answer_columns: Tensor  # [n, A] columns that predict them, as negative indices; padding: junk
 
 
 def find_probes(run: Run, micro: Batch, places: list[int]) -> Probes | None:
     """Returns what to score, for those of `places` that have reasoning and an answer.
 
-    Those whose text does not fit the model's context are left out.
+    Those that do not fit the model's context, with their prompt, are left out.
     """
     tokenizer = run.tokenizer
     conclude = tokenizer.encode(run.args.oar_conclude, add_special_tokens=False)
@@ -423,38 +427,39 @@ def find_probes(run: Run, micro: Batch, places: list[int]) -> Probes | None:
     for place in places:
         completion = micro.ids[place, micro.prompt_width :][micro.mask[place]].tolist()
         span = answer_span(tokenizer, completion)
-        # No answer, or nothing before it. The text tells a box in a thought that has not ended.
+        # No answer, or nothing before it. The third test finds a box in a thought that never ends:
+        # only micro.texts has the <think> with which the prompt may begin it.
         if span is None or span[0] == 0 or boxed_span(micro.texts[place]) is None:
             continue
         begin, end = span
         answer = completion[begin:end]
         if run.args.credit == "oar_p":
             answer = answer[:1]
-        text = completion[:begin] + conclude + answer[:-1]
+        tail = completion[:begin] + conclude + answer[:-1]  # what follows the prompt
         prompt_length = int(micro.attention[place, : micro.prompt_width].sum())
-        if prompt_length + len(text) <= context:
-            # The last columns of a text predict the answer, the first of them its first token.
-            columns = list(range(len(text) - len(answer), len(text)))
-            found.append((place, text, begin, answer, columns))
+        if prompt_length + len(tail) <= context:
+            # The last columns of a tail predict the answer, the first of them its first token.
+            columns = list(range(len(tail) - len(answer), len(tail)))
+            found.append((place, tail, begin, answer, columns))
     if not found:
         return None
 
-    probed_places, texts, reasoning_lengths, answers, answer_columns = map(
+    probed_places, tails, reasoning_lengths, answers, answer_columns = map(
         list, zip(*found, strict=True)
     )
-    text_ids = pad_lists(texts, micro.ids.device)
+    tail_ids = pad_lists(tails, micro.ids.device)
     prompt_ids = micro.ids[probed_places, : micro.prompt_width]
     prompt_attention = micro.attention[probed_places, : micro.prompt_width]
-    ids = torch.cat((prompt_ids, text_ids.clamp(min=0)), 1)
+    ids = torch.cat((prompt_ids, tail_ids.clamp(min=0)), 1)
     position = torch.arange(ids.shape[1], device=ids.device) - micro.prompt_width
     lengths = torch.tensor(reasoning_lengths, device=ids.device)[:, None]
     return Probes(
         places=probed_places,
         ids=ids,
-        attention=torch.cat((prompt_attention, text_ids >= 0), 1),
+        attention=torch.cat((prompt_attention, tail_ids >= 0), 1),
         reasoning=(position >= 0) & (position < lengths),
         answers=pad_lists(answers, ids.device),
-        answer_columns=pad_lists(answer_columns, ids.device) - text_ids.shape[1],
+        answer_columns=pad_lists(answer_columns, ids.device) - tail_ids.shape[1],
     )
 
 
@@ -516,7 +521,8 @@ def gradient_scores(run: Run, micro: Batch, probes: Probes) -> Tensor:
     with in_fp32(run), in_dense:  # bf16 would lose the ranks
         cache = prompt_cache(run.model, prompt_ids, probes.attention[:, :prompt_width])
         start = 0 if cache is None else prompt_width
-        embeddings = run.model.get_input_embeddings()(probes.ids[:, start:])  # [n, M, H]
+        # [n, M, H], where M is N - start
+        embeddings = run.model.get_input_embeddings()(probes.ids[:, start:])
         noise = reasoning_noise(run, micro, probes, embeddings, start)
 
         # `answer_logp` appends to a cache, so the clean pass gets a copy.
@@ -537,7 +543,7 @@ def reasoning_noise(
 ) -> Tensor:
     """Returns noise [n, M, H] on the reasoning's embeddings, from seed, rollout and row alone.
 
-    `start` is the column of the texts at which the embeddings begin.
+    `start` is the column of `probes.ids` at which the embeddings begin.
     """
     noise = torch.zeros_like(embeddings)
     for i, place in enumerate(probes.places):
@@ -553,11 +559,11 @@ def reasoning_noise(
 def perturbation_scores(run: Run, micro: Batch, probes: Probes) -> Tensor:
     """Returns the scores of OAR-P [n, N], from a forward pass for each token of the reasoning.
 
-    Each row of a forward is a text with one token replaced. A forward takes its tokens from a
-    window of COLUMNS_PER_CUT columns and begins with that window: what stands before it is in the
-    cache of the unchanged texts. Forwards have the rollout's precision. In bf16 the scores of a
-    completion rank its tokens nearly as in fp32: on 128 completions of the default task Spearman's
-    correlation was .94 on average and .55 at worst.
+    Each row of a forward is a text with one token replaced. All tokens that one forward replaces
+    stand in the same window of COLUMNS_PER_CUT columns, and the forward begins with that window:
+    what stands before it is in the cache of the unchanged texts. Forwards have the rollout's
+    precision. In bf16 the scores of a completion rank its tokens nearly as in fp32: on 128
+    completions of the default task Spearman's correlation was .94 on average and .55 at worst.
     """
     if any(transformers.DynamicCache(config=run.model.config).is_linear):
         fail("--credit oar_p needs a cache that can be cut at a token, not a state: use oar_g")
@@ -591,11 +597,11 @@ def answer_logp(
     inputs: Tensor,
     cache: transformers.DynamicCache | None = None,
 ) -> Tensor:
-    """Returns the log-probs [m, V] of the answers of m rows of the probes.
+    """Returns the answer's distribution p, as log-probs [m, V], for m rows of the probes.
 
     `inputs` are the ids [m, M] or the embeddings [m, M, H] of the last M columns; the cache holds
-    the others. The log-probs are those of the mean logits of the answer's tokens. The softmax is in
-    float64, because OAR-G differentiates the difference of two results.
+    the others. p is the softmax of the mean logits of the answer's tokens, in float64, because
+    OAR-G differentiates the difference of two results.
     """
     causal_lm = run.model.get_base_model()
     is_token = probes.answers[rows] >= 0  # [m, A]

@@ -197,10 +197,10 @@ class Args:
     mask_truncated_completions: bool = flag(False, "leave unfinished completions out of the loss")
     # === CREDIT ===
     credit: Literal["s_trace", "p_trace", "gspo", "grpo_lambda", "uniform"] = flag(
-        "s_trace", "which past ratios multiply a token's own; uniform is GRPO: none"
+        "s_trace", "which ratios a token's ratio is made of; uniform is GRPO: its own alone"
     )
     trace_lambda: Annotated[float, 0, 1] = flag(
-        0.9, "decay per token: 0 is GRPO, 1 forgets nothing"
+        0.9, "decay per token: 1 forgets nothing, and p_trace with 0 is GRPO"
     )
     trace_normalize: bool = flag(False, "divide each trace by the sum of its weights")
     trace_entropy_quantile: Annotated[float, 0, 1] = flag(
@@ -340,14 +340,14 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 
 
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
-    """Sets the mask of each trace, and each token's share of the gradient where all ratios are 1.
+    """Sets each token's trace mask, and its share of the gradient where all ratios are 1.
 
     That share is a column sum of W: the derivative of sum_t log R_t. Logs the mean column sum as
     `trace_gain` (1 in GRPO) and the mean of the mask as `trace_kept`.
     """
     sums = torch.zeros(3, device=run.accelerator.device)
     for micro, trace_mask in zip(micros, trace_masks(run, batch, micros), strict=True):
-        micro.credit = trace_mask
+        micro.credit = trace_mask  # `surrogate_terms` reads it there
         with torch.enable_grad():
             log_ratio = torch.zeros_like(trace_mask, requires_grad=True)
             log_trace, _ = surrogate_terms(run.args, micro, log_ratio)
@@ -382,7 +382,7 @@ def rollout_entropies(run: Run, batch: Batch) -> Tensor:
 
 
 def entropy_cutoff(entropy: Tensor, quantile: float) -> Tensor:
-    """Returns the entropy [R, 1] above which a token is in the top 1 - quantile of its row [R, S].
+    """Returns for each row of entropies [R, S] the one [R, 1] that its top 1 - quantile exceed.
 
     An entropy of -inf is no token. Tokens that tie at the cutoff are all left out, so that none of
     those whose entropy is 0 is kept by chance.
@@ -397,8 +397,9 @@ def entropy_cutoff(entropy: Tensor, quantile: float) -> Tensor:
 def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the log of the ratio to clip, log R_t, and the advantage, of each token [B, T].
 
-    For a completion with mask m and log ratios x, W is the kernel K with each column k multiplied
-    by m_k. Where masked tokens keep their own ratio, log R = W @ x = K @ (m * x) + (1 - m) * x.
+    For a completion with mask m, log-ratios x and kernel K of `kernel_matrix`, log R = K @ (m * x).
+    Where a masked token keeps its own ratio, (1 - m) * x is added. So W is K with column k times
+    m_k, and then 1 on the diagonal.
     """
     trace_mask = micro.credit
     advantages = micro.advantages[:, None].expand_as(log_ratio)

@@ -11,7 +11,7 @@ length. The source is arXiv 2605.07331. Formula and values are those of the auth
 log r_t by 10. Without sg it would be the P-trace of grpo_strace.py with lambda 1. Their other
 ratio, the geometric mean, is left out.
 
-`clip_fraction` does not count the tokens that the second rule cuts, where A_i < 0.
+`clip_fraction` does not count the tokens above the upper bound where A_i < 0.
 
 It is GRPO in the first update of a rollout, where every ratio is 1. --credit shuffled gives the
 prefix ratios of each completion, with their bounds, to its tokens in random order, which tests
@@ -50,7 +50,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     args = run.args
     for micro in micros:
         root = micro.mask.cumsum(1).sqrt()  # [B, T] of the position in the completion, from 1
-        micro.credit = credit_draws(run, micro)
+        micro.credit = credit_draws(run, micro)  # the numbers by which `surrogate_terms` shuffles
         if args.credit == "shuffled":
             root = control_weights("shuffled", root, micro.mask, micro.credit)
         micro.bounds = ((-args.log_clip_low * root).exp(), (args.log_clip_high * root).exp())
@@ -67,11 +67,12 @@ def surrogate_terms(
         prefix = control_weights("shuffled", prefix, micro.mask, micro.credit)
     if args.credit == "own":
         prefix = own
-    log_weight = prefix + log_ratio - log_ratio.detach()
+    log_r = prefix + log_ratio - log_ratio.detach()
     advantages = micro.advantages[:, None].expand_as(log_ratio)
-    # PPO bounds no ratio from above where A < 0. CTPO does: beyond `highest` there is none.
+    # Where A < 0, PPO has no upper bound. CTPO has one: above `highest` there is no gradient. Where
+    # A >= 0, only the bound of 10 on log r is left to `highest`.
     highest = torch.where(advantages < 0, micro.bounds[1].log(), 10.0)  # type: ignore[index]
-    return torch.minimum(log_weight, highest), advantages
+    return torch.minimum(log_r, highest), advantages
 
 
 # === END CREDIT ===

@@ -2,8 +2,8 @@
 
     A_t = A_i
 
-Where the file of a method leaves out one of the three functions, tools/fork.py takes this one's.
-So they also serve methods that score tokens and leave the rest to GRPO:
+Where the file of a method leaves out token_scores, assign_credit or surrogate_terms, tools/fork.py
+takes this one's. So they also serve methods that score tokens and leave the rest to GRPO:
 
     A_t = A_i * T_i * s_t / sum_k s_k              s_t >= 0: the score of token t
 
@@ -31,7 +31,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
 def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) -> None:
     """Turns scores into `weights`, or into those of a control. They are also the `credit`."""
     for micro in micros:
-        micro.weights = normalize(micro.scores, micro.mask, 1.0)
+        micro.weights = normalize(micro.scores, micro.mask, power=1.0)
         if run.args.credit in ("random", "shuffled"):
             draws = credit_draws(run, micro)
             micro.weights = control_weights(run.args.credit, micro.weights, micro.mask, draws)
@@ -44,30 +44,33 @@ def surrogate_terms(args: Args, micro: Batch, log_ratio: Tensor) -> tuple[Tensor
 
 
 def set_credit(run: Run, micro: Batch, credit: Tensor) -> None:
-    """Gives a micro-batch this credit [B, T] or, with --credit shuffled, the same in random order.
+    """Sets `credit` [B, T] or, with --credit shuffled, the same in random order, and `weights`.
 
-    `weights`, which are shown, are its size over its mean size in the completion.
+    `weights`, for reports, are the absolute credit over its mean in the completion.
     """
     if run.args.credit == "shuffled":
         credit = control_weights("shuffled", credit, micro.mask, credit_draws(run, micro))
     micro.credit = credit
-    micro.weights = normalize(credit.abs(), micro.mask, 1.0) * (credit != 0)
+    # `normalize` alone would give a completion without any credit weights of 1.
+    micro.weights = normalize(credit.abs(), micro.mask, power=1.0) * (credit != 0)
 
 
 def after_prompts(micro: Batch, prompts: list[tuple[int, ...]]) -> Batch:
     """Returns the same completions after other prompts, which are token ids."""
-    rows = [torch.tensor(prompt, device=micro.ids.device) for prompt in prompts]
-    told = torch.nn.utils.rnn.pad_sequence(rows, True, padding_value=-1, padding_side="left")
+    tensors = [torch.tensor(prompt, device=micro.ids.device) for prompt in prompts]
+    padded = torch.nn.utils.rnn.pad_sequence(tensors, True, padding_value=-1, padding_side="left")
     return replace(
         micro,
-        prompt_width=told.shape[1],
-        ids=torch.cat((told.clamp(min=0), micro.ids[:, micro.prompt_width :]), 1),
-        attention=torch.cat((told >= 0, micro.mask), 1),
+        prompt_width=padded.shape[1],
+        ids=torch.cat((padded.clamp(min=0), micro.ids[:, micro.prompt_width :]), 1),
+        attention=torch.cat((padded >= 0, micro.mask), 1),
     )
 
 
 def informed(run: Run, micro: Batch) -> Batch:
-    """Returns the completions after prompts that end with the answer that --told asks for."""
+    """Returns the same completions, after prompts that tell the right answer or, with --told wrong,
+    that of another problem.
+    """
     from common.data import encode_prompts, whole_prompt  # here, as few forks need them
 
     prompts: list[tuple[int, ...]] = []
@@ -79,9 +82,9 @@ def informed(run: Run, micro: Batch) -> Batch:
             others = [p.answer for p in run.train_set if p.answer not in ("", answer)]
             answer = others[key_seed(run.args.seed, "told", problem.prompt_ids) % len(others)]
         messages = whole_prompt(problem.prompt, run.args.system_prompt)
-        place = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        content = messages[place]["content"] + f" The answer is {answer}."
-        messages[place] = messages[place] | {"content": content}
+        last_user = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        content = messages[last_user]["content"] + f" The answer is {answer}."
+        messages[last_user] = messages[last_user] | {"content": content}
         template_kwargs = json.loads(run.args.chat_template_kwargs)
         prompts += encode_prompts(run.tokenizer, [messages], template_kwargs)
     return after_prompts(micro, prompts)

@@ -8,9 +8,9 @@ A token that knowing the answer makes likelier is evidence that the completion e
 is signed, and takes the place of A_i. The changes sum to V_T - V_0, and A_t = V (1 - V) e_t to
 first order. The source is arXiv 2605.21851; no code by its authors was found. The formula, the sign
 rule and the self-oracle, a policy that judges itself, are public. The bound of 1 is ours, and so is
-how the policy is told: the user ends with "The answer is ...". Rewards must lie within [0, 1]. Only
-the sign of A_i is used, so --scale_rewards changes nothing, and neither does --negative_weight,
-unless it is 0.
+how the policy is told: the user's message ends with "The answer is ...". Rewards must lie within
+[0, 1]. Only the sign of A_i is used, so --scale_rewards changes nothing, and neither does
+--negative_weight, unless it is 0.
 
 It is never GRPO: evidence alone decides how large a credit is. If the answer changes nothing, there
 is no gradient. --credit shuffled gives the credits of each completion to its tokens in random
@@ -63,7 +63,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
 def surrogate_terms(
     args: Args, micro: Batch, log_ratio: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-ratio of each token and its credit, both [B, T]."""
+    """Returns the log-ratio of each token, and its credit in place of an advantage, both [B, T]."""
     return log_ratio, micro.credit
 
 

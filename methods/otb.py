@@ -1,23 +1,24 @@
 """GRPO with a separate baseline for each token, the one of least variance: OTB.
 
-    W_it = sum_{j<=t} (1 - 2 p_ij + sum_v p_ij(v)^2)   squared gradient of log p by logits, summed
+    W_it = sum_{j<=t} (1 - 2 p_ij + sum_v p_ij(v)^2)   = sum_{j<=t} |d log p_ij / d logits|^2
     B_t  = sum_i A_i W_it / sum_i W_it                 over the group's completions that reach t
-    A_it = A_i - B_t
+    A_it = A_i - B_t                                   p_ij: probability of the j-th token
 
 The group's mean, GRPO's baseline, gives every completion the same vote. The baseline of least
 variance gives it to those whose gradients are long. The source is "The Optimal Token Baseline"
-(arXiv 2602.07078), and verl has it (`optimal_token_baseline`). W is verl's. In verl, the rewards
-take the place of A_i, and nothing is divided by a deviation. B_t is a mean of the A_i, so A_it is
-verl's over the deviation (--scale_rewards none leaves that out), but for two cases. Where a single
-completion is left, verl has a baseline of 0, which praises what is right there and blames nothing;
-here it is the group's mean, as in GRPO. And a completion that GRPO would not train on, such as one
-whose reward is the group's mean, has no part here. So with --mask_truncated_completions a group
-teaches nothing if those of its completions that are trained on have one reward.
+(arXiv 2602.07078), and verl has it (`optimal_token_baseline`). W is verl's, but verl has the reward
+in place of A_i, and divides nothing by a deviation. B_t is a mean of the A_i, so A_it is verl's
+over the deviation (--scale_rewards none leaves that out), but for two cases. Where a single
+completion is left, verl has a baseline of 0 for its reward, which praises what is right there and
+blames nothing. Here B_t is 0, so the baseline of its reward is the group's mean, as in GRPO. And a
+completion that GRPO would not train on, such as one whose reward is the group's mean, has no part
+here. So with --mask_truncated_completions, if those of a group that are trained on have one reward,
+B_t is equal to A_i, and nothing is learned until a single one of them is left.
 
 It is GRPO where all completions of a group reach t with equal W, and beyond the end of all others.
 The credit is signed. --credit shuffled gives the credits of each completion to its tokens in random
-order. The probabilities of all words cost one forward pass per token, half of what ARCA costs; verl
-takes them from a pass that it makes anyway.
+order. The probabilities of all words cost one more forward pass over the completions, half of what
+ARCA costs; verl takes them from a pass that it makes anyway.
 """
 
 import functools
@@ -48,6 +49,7 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> torch.Tensor:
     """Returns the squared length of the gradient of log p_t by the logits [B, T]."""
     with in_fp32(run) as policy:
         # The forward pass calls this on chunks in place of its own method, and negates the result.
+        # Only this module is changed, which `in_fp32` has just made.
         policy.cross_entropy = functools.partial(minus_energy, policy)  # type: ignore[assignment]
         return policy(micro)[0]
 
@@ -59,13 +61,14 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
     size = run.args.num_generations
     is_voter = (batch.advantages != 0) & batch.loss_mask.any(1)  # [B]
     votes = torch.zeros_like(batch.entropy)  # [B, T] W
+    # [B] for each micro-batch, which is sorted by length: where its completions stand in `batch`
     places = [torch.searchsorted(batch.rows, micro.rows) for micro in micros]
     for micro, place in zip(micros, places, strict=True):
         votes[place, : micro.mask.shape[1]] = micro.scores.cumsum(1) * micro.mask
     votes = (votes * is_voter[:, None]).unflatten(0, (-1, size))  # [groups, G, T]
     voters = (batch.mask & is_voter[:, None]).unflatten(0, (-1, size)).sum(1)  # [groups, T]
     baselines = (votes * batch.advantages.view(-1, size, 1)).sum(1) / votes.sum(1).clamp(min=1e-8)
-    baselines[voters < 2] = 0.0  # the longest alone is left
+    baselines[voters < 2] = 0.0  # one completion is left: 0 is the group's mean, as in GRPO
     for micro, place in zip(micros, places, strict=True):
         length = micro.mask.shape[1]
         credit = micro.advantages[:, None] - baselines[place // size, :length]
@@ -75,7 +78,7 @@ def assign_credit(run: Run, batch: Batch, micros: list[Batch], metrics: dict) ->
 def surrogate_terms(
     args: Args, micro: Batch, log_ratio: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-ratio of each token and its credit, both [B, T]."""
+    """Returns the log-ratio of each token, and its credit in place of an advantage, both [B, T]."""
     return log_ratio, micro.credit
 
 

@@ -1,4 +1,4 @@
-"""GRPO whose tokens weigh what the policy would do if it knew the answer: RLSD.
+"""GRPO that gives a token more credit where knowing the answer makes it likelier: RLSD.
 
     d_t = log pi(y_t | x and the answer, y_<t) - log pi(y_t | x, y_<t)
     w_t = clip(exp(sign(A_i) * d_t), .8, 1.2)
@@ -6,11 +6,12 @@
 
 A token that the answer makes likelier gets more credit in a right completion, and less blame in a
 wrong one. The source is "Self-Distilled RLVR" (arXiv 2604.03128). There is public code by its
-authors (github.com/iie-ycx/RLSD) and in ms-swift (`--advantage_reweight rlsd`). This is as in
-ms-swift: the present policy is told the answer, and l does not fade unless
---rlsd_lambda_decay_steps says so. In the authors' script, a copy that is renewed every 20 steps is
-told, l fades within 60, and each update computes d_t again. As in that script, the policy is told
-the final answer. The words are ours: the user ends with "The answer is ...".
+authors (github.com/iie-ycx/RLSD) and in ms-swift (`--advantage_reweight rlsd`). As in ms-swift, the
+policy itself is told the answer, and l does not fade unless --rlsd_lambda_decay_steps says so. d_t
+is computed once for each rollout. In the authors' script, an older copy of the policy, renewed
+every 20 steps, is told, l fades within 60, and each update computes d_t again. As in that script,
+the policy is told the final answer. The words are ours: the user's message ends with "The answer is
+...".
 
 It is GRPO with --rlsd_lambda 0, and where the answer changes nothing. --credit shuffled gives the
 weights of each completion to its tokens in random order. --told wrong tells the policy the answer
