@@ -1831,11 +1831,14 @@ def run_to_the_end(args: Args) -> None:
                 and signal.getsignal(number) not in (signal.SIG_IGN, None)
             ):
                 # Only the main process heeds it. Once that has ended, the launcher ends the others.
+                # These have no SIG_IGN, because a program that a reward function starts would.
                 former = signal.signal(
                     number,
-                    run.interrupt if run.accelerator.is_main_process else signal.SIG_IGN,
+                    run.interrupt if run.accelerator.is_main_process else lambda *_: None,
                 )
                 former_handlers.callback(signal.signal, number, former)
+                # A forked process must die of what ends it, whatever code it runs.
+                os.register_at_fork(after_in_child=functools.partial(signal.signal, number, former))
         try:
             train(run)
             if run.accelerator.is_main_process:
@@ -1851,11 +1854,10 @@ def run_to_the_end(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    libc = ctypes.CDLL(None)
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and hasattr(libc, "prctl"):
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and hasattr(ctypes.CDLL(None), "prctl"):
         # The variable shows that `accelerate launch` began this process. It passes no SIGTERM on,
         # so Linux is asked to send one when it has ended: 1 is PR_SET_PDEATHSIG.
-        libc.prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*gradient_checkpointing")  # PEFT causes it in transformers
     try:

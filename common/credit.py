@@ -46,8 +46,8 @@ def control_weights(kind: str, weights: Tensor, mask: Tensor, draws: Tensor) -> 
     (EffN/T, see `weight_stats`).
     """
     if kind == "shuffled":
-        order = torch.where(mask, draws, 2.0).argsort(dim=1, stable=True)  # padding stays put
-        return weights.gather(1, order)
+        # Padding stays where it is.
+        return weights.gather(1, torch.where(mask, draws, 2.0).argsort(dim=1, stable=True))
 
     # EffN/T of exp(sigma * z) falls as sigma grows, so bisection finds each completion's sigma.
     target = weight_stats(weights, mask)["effn"]  # [B]

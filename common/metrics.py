@@ -75,8 +75,11 @@ def means(accelerator: Any, batches: list[Averages]) -> dict[str, float]:
         pairs = [[(values * counts).sum(), counts.sum()] for values, counts in averages.values()]
         sums += torch.tensor(pairs).double()
     sums = accelerator.reduce(sums.to(accelerator.device), "sum")
-    named = zip(batches[0], sums.tolist(), strict=True)
-    return {name: total / count for name, (total, count) in named if count > 0}
+    return {
+        name: total / count
+        for name, (total, count) in zip(batches[0], sums.tolist(), strict=True)
+        if count > 0
+    }
 
 
 def peak_memory(device: torch.device) -> float:

@@ -99,6 +99,7 @@ def write_model_card(
 
     Its code answers the example, and ends the answer at the stop tokens, as the run does.
     """
+    template_kwargs = json.loads(config["chat_template_kwargs"])
     card = ModelCard.from_template(
         ModelCardData(
             base_model=(  # the Hub refuses a folder
@@ -119,8 +120,12 @@ def write_model_card(
         messages=whole_prompt(example.prompt, config["system_prompt"]),
         stop_ids=stop_ids,
         pad_id=tokenizer.pad_token_id,
-        fixed_date=FIXED_DATE if "strftime_now" in str(tokenizer.chat_template) else "",
-        template_kwargs=json.loads(config["chat_template_kwargs"]),
+        fixed_date=(
+            FIXED_DATE
+            if "strftime_now" in tokenizer.get_chat_template(template_kwargs.get("chat_template"))
+            else ""
+        ),
+        template_kwargs=template_kwargs,
     )
     path.write_text(f"{card}\n", encoding="utf-8", errors="replace")
 

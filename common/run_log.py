@@ -121,7 +121,11 @@ class RunLog:
             and not any(last_boxed(text) for text in batch.texts)
         ):
             tqdm.write("no sampled answer has a \\boxed{} that accuracy_reward could read")
-        names = [ACCURACY if function is None else name for name, function in functions.items()]
+        # Where an own function has its name, the grader's verdict keeps the name it has here.
+        names = [
+            ACCURACY if function is None and ACCURACY not in functions else name
+            for name, function in functions.items()
+        ]
         with open(self.folder / "completions.jsonl", "a", encoding="utf-8") as file:
             for i, problem in enumerate(batch.problems[: self.config["num_generations"]]):
                 row = {
@@ -148,6 +152,7 @@ class RunLog:
     def choose_best(self) -> None:
         """Sets `metric`, and `best_step` to the first evaluation where the metric is highest.
 
+        The lowest is the best for a reward whose weight is below 0.
         By default the metric is the sampled accuracy or, where there is none, the first reward. The
         figures of all evaluations, by their steps, are in `evaluations` then.
         """
@@ -161,7 +166,13 @@ class RunLog:
         }
         if not figures:
             fail(f"--metric_for_best_model {self.metric} is none of {list(names)}")
-        self.best_step = max(figures, key=figures.__getitem__)
+        is_penalty = any(
+            self.metric == f"rewards/{path.rpartition('.')[2]}" and weight < 0
+            for path, weight in zip(
+                self.config["reward_funcs"], self.config["reward_weights"] or [], strict=False
+            )
+        )
+        self.best_step = (min if is_penalty else max)(figures, key=figures.__getitem__)
 
 
 def environment() -> dict[str, Any]:

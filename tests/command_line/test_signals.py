@@ -110,12 +110,28 @@ def pay(completions, **_):
 
 
 SWALLOWS = """
-import os, signal
+import multiprocessing, os, signal, time
 
 calls = []
 
+def endless():  # as hostile code may be
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+
 def pay(completions, **_):
     calls.append(1)
+    if len(calls) == 2:
+        child = multiprocessing.get_context("fork").Process(target=endless, daemon=True)
+        child.start()
+        time.sleep(0.5)
+        child.terminate()
+        child.join(5)
+        code = child.exitcode
+        child.kill()
+        assert code == -signal.SIGTERM
     try:
         if len(calls) == 4:  # after the trial, the evaluation and the first rollout
             os.kill(os.getpid(), signal.SIGTERM)

@@ -70,7 +70,7 @@ def grader():
 def fresh(grader):
     """The grader, without remembered verdicts and timeouts."""
     grader._is_equal.cache_clear()
-    grader.timeouts = 0
+    grader.timeouts, grader.limit = 0, float("inf")
     yield grader
     assert grade(grader, [r"\frac{21}{\sqrt{63}}", r"\frac{22}{\sqrt{63}}"], ROOT_OF_7) == [1, 0]
 
@@ -99,14 +99,30 @@ def test_an_endless_answer_ends_its_worker(fresh, text):
 
 
 @pytest.mark.slow
-def test_a_batch_of_endless_answers_has_a_limit(fresh, monkeypatch):
+@pytest.mark.parametrize(
+    "function",
+    [None, lambda completions, gold, **_: list(map(reward.is_right, completions, gold))],
+)
+def test_a_batch_of_endless_answers_has_a_limit(fresh, monkeypatch, function):
     monkeypatch.setattr(reward, "MAX_TIMEOUTS", 1)
-    texts = ["5^{5^{5^{5}}}", "5^{5^{5^{6}}}", "5^{5^{5^{7}}}", r"\frac{35}{\sqrt{175}}", "7"]
+    monkeypatch.setattr(reward, "GRADER", fresh)
+    boxes = [
+        box(text)
+        for text in (
+            "5^{5^{5^{5}}}",
+            "5^{5^{5^{6}}}",
+            "5^{5^{5^{7}}}",
+            r"\frac{35}{\sqrt{175}}",
+            "7",
+        )
+    ]
     problems = [Problem("", ROOT_OF_7)] * 4 + [Problem("", "7")]
-    assert fresh.grade([box(text) for text in texts], problems) == [0.0, 0.0, 0.0, 0.0, 1.0]
-    assert fresh.timeouts == 4  # all that have no verdict
+    assert [
+        *reward.reward_values({"it": function}, problems, boxes, [[]] * 5, {}).flatten(),
+        fresh.timeouts,
+    ] == [0, 0, 0, 0, 1, 4]  # all that have no verdict
     # The next batch has a limit of its own, and only a verdict is remembered as one.
-    assert grade(fresh, texts[3:4], ROOT_OF_7) == [1.0]
+    assert reward.reward_values({"it": function}, problems[3:4], boxes[3:4], [[]], {}) == 1
 
 
 LONG = [

@@ -178,7 +178,7 @@ def test_what_a_run_writes_is_documented_and_what_is_documented_is_written(scrip
 def open_log(folder, resume_step: int = 0, **config) -> RunLog:
     flags = {
         "output_dir": str(folder), "metric_for_best_model": None, "num_generations": 2,
-        "max_steps": 9,
+        "max_steps": 9, "reward_funcs": ["variety.pay", "my.mine"], "reward_weights": None,
     }  # fmt: skip
     return RunLog(Accelerator(cpu=True), flags | config, "1234", resume_step)
 
@@ -233,9 +233,15 @@ def test_a_resumed_log_keeps_what_came_before_the_checkpoint(tmp_path):
     assert open_log(tmp_path).rows == []
 
 
-@pytest.mark.parametrize(("metric", "expected"), [(None, 1), ("rewards/mine", 0)])
-def test_the_best_evaluation_is_the_first_with_the_highest_figure(tmp_path, metric, expected):
-    log = open_log(tmp_path, metric_for_best_model=metric)
+@pytest.mark.parametrize(
+    ("metric", "weights", "expected"),
+    [(None, [1, -1], 1), ("rewards/mine", [-1, 1], 0), ("rewards/mine", [1, -1], 3)],
+)
+def test_the_best_evaluation_is_the_first_with_the_highest_figure(
+    tmp_path, metric, weights, expected
+):
+    """A penalty has the lowest, in the last evaluation."""
+    log = open_log(tmp_path, metric_for_best_model=metric, reward_weights=weights)
     for step, (accuracy, reward) in enumerate([(0.1, 0.9), (0.3, 0.2), (0.3, 0.9), (0.2, 0.1)]):
         log.write({"step": step, "eval": {"sampled_accuracy": accuracy, "rewards/mine": reward}})
     assert log.best_step == expected

@@ -98,7 +98,9 @@ def test_the_adapters_card_answers_as_the_run_did(run_main, rows_of, tmp_path, k
     if kind.endswith("dated"):
         flags["model_name_or_path"] = shutil.copytree(TINY, tmp_path / "base")
         template = tmp_path / "base/chat_template.jinja"
-        template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text())
+        flags["chat_template_kwargs"] = json.dumps(
+            {"chat_template": "{{ strftime_now('%d %b %Y') }}" + template.read_text()}
+        )
     code, said, errors = run_main(**flags | CARDS[kind])
     assert code == 0, errors
     trains = "8 of 29 linear layers, 28,672 of "
