@@ -1831,13 +1831,13 @@ def run_to_the_end(args: Args) -> None:
                 and signal.getsignal(number) not in (signal.SIG_IGN, None)
             ):
                 # Only the main process heeds it. Once that has ended, the launcher ends the others.
-                # These have no SIG_IGN, because a program that a reward function starts would.
+                # They do not set SIG_IGN, because every program that they start would have it, too.
                 former = signal.signal(
                     number,
                     run.interrupt if run.accelerator.is_main_process else lambda *_: None,
                 )
                 former_handlers.callback(signal.signal, number, former)
-                # A forked process must die of what ends it, whatever code it runs.
+                # A process that a reward function forks has none of this: a SIGTERM must end it.
                 os.register_at_fork(after_in_child=functools.partial(signal.signal, number, former))
         try:
             train(run)
