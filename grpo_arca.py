@@ -527,7 +527,7 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     advantage is 0.
     """
     # Subtract the best reward first: equal rewards then give exactly 0. Minus a rounded mean, they
-    # might not. Sums such as .1 + .2 and .3 are equal, too, but for their own rounding.
+    # might not. Sums such as .1 + .2 and .3 differ by their own rounding alone, and count as equal.
     best = rewards.nan_to_num(nan=-torch.inf).amax(1, keepdim=True)
     from_best = (rewards - best).masked_fill(rewards.isclose(best, rtol=1e-12, atol=0.0), 0.0)
     centered = from_best - from_best.nanmean(1, keepdim=True)
@@ -1572,6 +1572,8 @@ def run_to_the_end(args: Args) -> None:
                 "at different steps: put --output_dir where all can read it"
             )
         run.log = RunLog(run.accelerator, run.config, run.run_id, run.step)
+        # A process that a reward function forks has none of these: a SIGTERM must end it.
+        os.register_at_fork(after_in_child=former_handlers.close)
         for number in (
             signal.SIGINT,
             signal.SIGTERM,
@@ -1591,8 +1593,6 @@ def run_to_the_end(args: Args) -> None:
                     run.interrupt if run.accelerator.is_main_process else lambda *_: None,
                 )
                 former_handlers.callback(signal.signal, number, former)
-                # A process that a reward function forks has none of this: a SIGTERM must end it.
-                os.register_at_fork(after_in_child=functools.partial(signal.signal, number, former))
         try:
             train(run)
             if run.accelerator.is_main_process:

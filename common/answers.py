@@ -120,7 +120,6 @@ UNIT = (
 )
 # What is replaced by what; at some rows only if the problem has what the third pattern finds.
 REWRITES = [(re.compile(text), by, list(map(re.compile, where))) for text, by, *where in [
-    (r"(?s)\[asy\].*?\[/asy\]", ""),  # a problem's drawing
     (r"(?<![\w)\]}*])(\*{1,3}|__)(?=\S)(.*?)\1", r"\2"),  # bold in Markdown
     (r"(?<=[\w)\]}]) ?\*\* ?(-?\w+|\([^()]*\))", r"^{\1}"),  # x**2
     (r"([\^_])(\d)\1(\d)(?:\1(\d))?", r"\1{\2\3\4}"),  # x¹⁰
@@ -287,8 +286,10 @@ def have_right_words(given: set[str], right: set[str], problem: str) -> bool:
     known, asked = words_of(problem)
     if known & ALL_UNITS <= UNNAMED_UNITS:
         known = known | ALL_UNITS  # the problem names no unit
-    # Many problems about money name cents or hours, and no dollars.
-    return given - {"dollar"} <= known and not (units and asked & ALL_UNITS and not units & asked)
+    # Many problems about money name hours alone. Where they name cents, $75 is not 75.
+    return given <= known | ({"dollar"} if not known & {"cent", "euro"} else set()) and not (
+        units and asked & ALL_UNITS and not units & asked
+    )
 
 
 # ---- Parts ---------------------------------------------------------------------------------------
@@ -410,10 +411,21 @@ def is_finished(value: str, gold: str, problem: str) -> bool:
         OPERATION.search(gold)
         and (
             number(gold) is None
-            or re.search("(?i)fraction|express|writ|convert|mixed|notation|power|form", problem)
+            or re.search(
+                "(?i)fraction|express|writ|convert|mixed|notation|power|form|simpl|reduc|lowest"
+                "|factor|exponent|decimal|signif",
+                problem,
+            )
         )
     )
-    is_copy = is_formula and spelling(value) != spelling(gold) and loose(value) in loose(problem)
+    is_copy = (
+        is_formula
+        and spelling(value) != spelling(gold)
+        and loose(value)
+        in loose(
+            re.sub(r"(?s)\[asy\].*?\[/asy\]", "", problem)  # without the numbers of its drawings
+        )
+    )
     return not (
         is_copy
         or re.search(r"(?<!_)\d +\d", value)

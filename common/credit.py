@@ -25,10 +25,10 @@ def weight_stats(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
     shares = weights.sort(dim=1).values / totals[:, None]  # [B, T] ascending, the padding first
 
     # The Gini index is sum_k (2 * k - n - 1) * share_k / n, where k is 1 for the smallest share and
-    # n for the largest, which stands last.
-    from_the_end = torch.arange(-weights.shape[1], 0, device=weights.device)  # [T], to -1
-    factors = 2 * from_the_end + lengths[:, None] + 1  # [B, T], as k = n + 1 + from_the_end
-    gini = (factors * shares).sum(1).clamp(min=0) / lengths  # rounding may leave -1e-18
+    # n for the largest, which stands last. So k is n + 1 plus a column's negative index.
+    negative_index = torch.arange(-weights.shape[1], 0, device=weights.device)  # [T], to -1
+    gini = ((2 * negative_index + lengths[:, None] + 1) * shares).sum(1).clamp(min=0) / lengths
+    # The clamp is for rounding, which may leave -1e-18.
     effn = 1.0 / (lengths * shares.square().sum(1))
 
     is_defined = (lengths > 1) & (totals > 0) & totals.isfinite()

@@ -27,7 +27,7 @@ from common import fail
 from common.answers import last_boxed, settle
 from common.task import Problem, has_right_steps
 
-MAX_TIMEOUTS = 30  # of one `reward_values`, a minute in all; then the worker gets nothing more
+MAX_TIMEOUTS = 30  # of one batch, a minute in all; then it sends nothing more to the worker
 NO_LISTS = (Mapping, Set, str, bytes)  # what a reward function must not return
 SAMPLED = "sampled_completions"
 ACCURACY = "accuracy_reward"  # the name that stands for the grader's own verdict
@@ -40,7 +40,7 @@ class Grader:
 
     def __init__(self) -> None:
         self.timeouts = 0  # pairs without a verdict, which get 0
-        self.limit = math.inf  # of timeouts
+        self.limit = math.inf  # of timeouts in a batch of `reward_values`
         self._worker: subprocess.Popen | None = None
         self._is_equal = functools.lru_cache(maxsize=20_000)(self._judge)
 
@@ -51,6 +51,7 @@ class Grader:
         nothing. A completion gets NaN if its problem has no answer.
         """
         verdicts = []
+        limit = min(self.limit, self.timeouts + MAX_TIMEOUTS)
         for completion, problem in zip(completions, problems, strict=True):
             question = (
                 problem.prompt
@@ -59,10 +60,8 @@ class Grader:
             )
             settled = settle(last_boxed(completion) or "", problem.answer, question)
             if isinstance(settled, list):
-                self.timeouts += self.timeouts >= self.limit  # then it gets 0 without a verdict
-                settled = self.timeouts < self.limit and all(
-                    self._is_equal(*pair) for pair in settled
-                )
+                self.timeouts += self.timeouts >= limit  # then it gets 0 without a verdict, too
+                settled = self.timeouts < limit and all(self._is_equal(*pair) for pair in settled)
             verdicts.append(
                 float(settled and has_right_steps(completion, problem))
                 if problem.answer
@@ -198,7 +197,7 @@ def reward_values(
     appended to `logged`.
     """
     logged.setdefault(SAMPLED, []).append(len(texts))
-    GRADER.limit = GRADER.timeouts + MAX_TIMEOUTS  # also for functions that call `is_right`
+    GRADER.limit = GRADER.timeouts + MAX_TIMEOUTS  # also if functions call `is_right`
     columns = []
     for name, function in functions.items():
         numbers = (
@@ -210,6 +209,7 @@ def reward_values(
             number for number in numbers if not math.isnan(number)
         )
         columns.append(torch.tensor(numbers, dtype=torch.float64))
+    GRADER.limit = math.inf
     return torch.stack(columns, 1)
 
 

@@ -84,8 +84,9 @@ def stated_results(text: str, problem: Problem) -> list[tuple[int, int]]:
 
 def has_right_steps(text: str, problem: Problem) -> bool:
     """Returns whether a solution states the right result of every step; its box is not read."""
-    results = stated_results(text, problem)
-    return [text[a:b].replace(",", "") for a, b in results] == [str(s) for s in problem.steps]
+    return [str(step) for step in problem.steps] == [
+        text[begin:end].replace(",", "") for begin, end in stated_results(text, problem)
+    ]
 
 
 def token_roles(pieces: list[str], problem: Problem) -> list[str]:
@@ -97,8 +98,11 @@ def token_roles(pieces: list[str], problem: Problem) -> list[str]:
     text = "".join(pieces)
     results = stated_results(text, problem)
     end_of_text = (len(text), len(text))
-    missing = [end_of_text] * (len(problem.steps) - len(results))
-    claims = [*results, *missing, boxed_span(text) or end_of_text]
+    claims = [
+        *results,
+        *[end_of_text] * (len(problem.steps) - len(results)),  # for steps that it does not state
+        boxed_span(text) or end_of_text,
+    ]
     first_error = math.inf
     for (begin, end), truth in zip(claims, [*problem.steps, problem.answer], strict=True):
         claim = text[begin:end]

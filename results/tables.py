@@ -144,7 +144,7 @@ class Group(NamedTuple):
 
     def baseline(self) -> "Group":
         """Returns the runs of GRPO that this group is compared with."""
-        if self.method.startswith(WEIGHT):
+        if self.method.startswith(WEIGHT) and "--max_resample" not in self.method:
             return self.of(f"{WEIGHT} 1")
         return self.of(
             GRPO_AGAIN if self.method in AGAIN or "--max_resample" in self.method else GRPO
@@ -453,7 +453,7 @@ def weighted_groups(study: str) -> list[Group]:
     groups = [
         group
         for group in groups_of(study)
-        if group.method.startswith(WEIGHT) and len(group.lines()) >= FEWEST_SEEDS
+        if group.baseline().method == f"{WEIGHT} 1" and len(group.lines()) >= FEWEST_SEEDS
     ]
     return sorted(groups, key=lambda group: (group.rate, float(group.method.split()[-1])))
 

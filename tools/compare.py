@@ -21,9 +21,9 @@ shown a true difference of the size `could_show` with four chances in five: the 
 would be on one side of 0. `p_flips` is the share of all choices of signs that take the mean as far
 from 0, or farther: with S seeds at least 2 / 2^S. Nothing is corrected for the number of rows.
 
-A run *failed* if it ends below where it began. A mean would describe no run then, so in place of
-numbers the table names the runs that failed. A line reports each folder that is left out because no
-run has finished there.
+A run *failed* if it ends below where it began, which a penalty should. A mean would describe no run
+then, so in place of numbers the table names the runs that failed. A line reports each folder that
+is left out because no run has finished there.
 """
 
 import argparse

@@ -114,7 +114,6 @@ def main() -> None:
     options = parser.parse_args(sys.argv[1:split])
     flags = sys.argv[split + 1 :] or STUDIES["wrong_policy"].command_line(1, "0.002")
     methods = methods_of(options.method)
-    worth.keys_of([*methods.values()][1:], tuple(flags))  # all make the same batches
     measured = ""
     if options.batches > 0:
         _, *own = methods.values()  # GRPO is always measured

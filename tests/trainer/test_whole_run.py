@@ -78,8 +78,13 @@ CHAT = [
     {"role": "user", "content": "Start with 5, add 7, double it, subtract 3."},
     {"role": "assistant", "content": "Start"},
 ]
+DATED = "{{ strftime_now('%d %b %Y') }}" + Path(TINY, "chat_template.jinja").read_text()
 CARDS = {
-    "quantized, prefilled": {"rollout_weights": "quantized", "dataset_name": "chats.jsonl"},
+    "quantized, prefilled": {
+        "rollout_weights": "quantized",
+        "dataset_name": "chats.jsonl",
+        "chat_template_kwargs": json.dumps({"chat_template": DATED}),
+    },
     "without 4 bits, dated": {"load_in_4bit": False, "system_prompt": 'Don\'t say "no".'},
 }
 
@@ -97,10 +102,7 @@ def test_the_adapters_card_answers_as_the_run_did(run_main, rows_of, tmp_path, k
     (tmp_path / "variety.py").write_text(VARIETY.replace(" // 8", ""))  # differs in every group
     if kind.endswith("dated"):
         flags["model_name_or_path"] = shutil.copytree(TINY, tmp_path / "base")
-        template = tmp_path / "base/chat_template.jinja"
-        flags["chat_template_kwargs"] = json.dumps(
-            {"chat_template": "{{ strftime_now('%d %b %Y') }}" + template.read_text()}
-        )
+        (tmp_path / "base/chat_template.jinja").write_text(DATED)
     code, said, errors = run_main(**flags | CARDS[kind])
     assert code == 0, errors
     trains = "8 of 29 linear layers, 28,672 of "
