@@ -421,10 +421,8 @@ def is_finished(value: str, gold: str, problem: str) -> bool:
     is_copy = (
         is_formula
         and spelling(value) != spelling(gold)
-        and loose(value)
-        in loose(
-            re.sub(r"(?s)\[asy\].*?\[/asy\]", "", problem)  # without the numbers of its drawings
-        )
+        # A drawing of the problem is full of numbers.
+        and loose(value) in loose(re.sub(r"(?s)\[asy\].*?\[/asy\]", "", problem))
     )
     return not (
         is_copy

@@ -152,9 +152,9 @@ class RunLog:
     def choose_best(self) -> None:
         """Sets `metric`, and `best_step` to the first evaluation where the metric is highest.
 
-        The lowest is the best for a reward whose weight is below 0.
-        By default the metric is the sampled accuracy or, where there is none, the first reward. The
-        figures of all evaluations, by their steps, are in `evaluations` then.
+        Of a reward whose weight is below 0, the lowest is the best. By default the metric is the
+        sampled accuracy or, where there is none, the first reward. The figures of all evaluations,
+        by their steps, are in `evaluations` then.
         """
         self.evaluations = {row["step"]: row["eval"] for row in self.rows if row.get("eval")}
         names = next(reversed(self.evaluations.values()))

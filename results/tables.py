@@ -568,7 +568,8 @@ def smollm2_weights() -> Table:
     groups = [group for group in groups_of("smollm2_float32") if group.method in AGAIN]
     return table_of(groups, {
         "method": "method", "seeds": "seeds", "failed seeds": "failed seeds", "end": "end",
-        "end, lowest to highest": "range", "greedy": "greedy", "pass@4": "pass@4",
+        "ends above GRPO": "above GRPO", "end, lowest to highest": "range", "greedy": "greedy",
+        "pass@4": "pass@4", "cut": "cut",
         "completions a rollout": "completions",
     })  # fmt: skip
 
