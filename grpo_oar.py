@@ -83,7 +83,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, gather_object, parse_flag_from_env
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_bnb_weight
@@ -1790,7 +1789,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def run_to_the_end(args: Args) -> None:
     """Loads data and policy, trains, and leaves an adapter and a report, or a checkpoint."""
-    AcceleratorState._reset_state()  # a notebook's former run may have had another --dtype
     run = Run(args)
     run.accelerator.print(
         f"{args.credit} on {args.model_name_or_path}: trains {run.config['adapter_size']}\n"

@@ -94,6 +94,7 @@ def run_main(monkeypatch, tmp_path, capfd):
     def start(**flags) -> tuple[int, str, str]:
         argv = command_line(TINY_RUN | {"output_dir": "out"} | flags)
         monkeypatch.setattr(sys, "argv", ["grpo_arca.py", *argv])
+        AcceleratorState._reset_state()
         code = 0
         said = ""
         try:
