@@ -333,12 +333,6 @@ def token_scores(run: Run, micro: Batch, metrics: dict) -> Tensor:
     if credit in rollout_scores:
         return rollout_scores[credit]
 
-    # PEFT gives a layer with an adapter a `base_layer`. If only the head has one, hidden states
-    # never move.
-    adapted = [layer for layer in run.model.modules() if hasattr(layer, "base_layer")]
-    if credit != "divergence" and adapted == [run.model.get_output_embeddings()]:
-        fail(f"--credit {credit} sees hidden states, which an adapter of the head never moves")
-
     # Compare hidden states after the final norm, or log-probs, with those of the same model without
     # its adapter. Do it in fp32, as bf16 would round a new adapter's small changes away. The metric
     # `kl` always needs the base's log-probs.
