@@ -269,12 +269,9 @@ def call_reward_func(
         "prompts": [problem.prompt for problem in problems],
         "completions": replies,
         "completion_ids": copy.deepcopy(ids),
+        "log_metric": log_metric,
     }
-    parameters = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if takes_any or "log_metric" in parameters:
-        inputs["log_metric"] = log_metric
-    for parameter in parameters.values():
+    for parameter in inspect.signature(function).parameters.values():
         if parameter.default is not parameter.empty and parameter.name not in {
             *inputs,
             *getattr(function, "keywords", ()),  # of functools.partial
