@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +28,6 @@ from common.answers import last_boxed, settle
 from common.task import Problem, has_right_steps
 
 MAX_TIMEOUTS = 30  # of one batch, a minute in all; then it sends nothing more to the worker
-NO_LISTS = (Mapping, Set, str, bytes)  # what a reward function must not return
 SAMPLED = "sampled_completions"
 ACCURACY = "accuracy_reward"  # the name that stands for the grader's own verdict
 LOGGER = get_logger(__name__)  # of the main process
@@ -284,7 +283,7 @@ def call_reward_func(
         values = function(**inputs)
         numbers = [None if value is None else float(value) for value in values]
     are_right = all(number is None or abs(number) <= 1e18 for number in numbers)  # not NaN
-    if len(numbers) != len(texts) or not are_right or isinstance(values, NO_LISTS):
+    if len(numbers) != len(texts) or not are_right:
         fail(f"the reward function {name} must return a list of {len(texts)} numbers "
                          f"up to 1e18, or None, and not {str(values)[:80]}")  # fmt: skip
     return [math.nan if number is None else number for number in numbers]
