@@ -148,7 +148,7 @@ class Args:
     dataset_test_split: str = flag("test", "split to evaluate on")
     shuffle_dataset: bool = flag(True, "shuffle the problems in every epoch")
     eval_dataset_name: str | None = flag(None, "replaces the test split, as openai/gsm8k:main")
-    prompt_column: str | None = flag(None, "column of problems, if not problem|question|prompt")
+    prompt_column: str | None = flag(None, "column of problems, if not prompt|problem|question")
     answer_column: str | None = flag(None, "column of answers, if not answer|solution|ground_truth")
     system_prompt: str | None = flag(None, "system message before every problem")
     chat_template_kwargs: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
@@ -1174,11 +1174,6 @@ class Run:
             .unique()
             .to(self.accelerator.device)
         )
-        # The adapter's live tensors, for checkpoints. Collected now, because PEFT sets
-        # requires_grad to False while the adapter is disabled.
-        self.adapter = {
-            name: p.data for name, p in self.model.named_parameters() if p.requires_grad
-        }
         optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad],
             lr=args.learning_rate,
@@ -1192,6 +1187,12 @@ class Run:
         self.policy, self.optimizer = self.accelerator.prepare(  # in DDP, if there are several
             LogProbs(self.model, args.temperature), optimizer
         )
+        # The adapter's live tensors, for checkpoints. Collected after `prepare`, which may move
+        # them (from cpu to cpu:0), and before PEFT ever disables the adapter, for then
+        # requires_grad is False.
+        self.adapter = {
+            name: p.data for name, p in self.model.named_parameters() if p.requires_grad
+        }
         # The policy before training. --beta weighs the KL divergence to it.
         self.start_weights = {
             name: p.detach().clone()
@@ -1258,6 +1259,8 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
             if "drop" in name and isinstance(value, float)
         }
     )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # how the scales of NF4 blocks round must not depend on it
     base, loading = transformers.AutoModelForCausalLM.from_pretrained(
         args.model_name_or_path,
         config=config,
@@ -1274,6 +1277,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         device_map={"": device},
         output_loading_info=True,
     )
+    torch.set_num_threads(threads)
     check_base(base, loading, args.dtype if args.load_in_4bit else None)
 
     torch.manual_seed(args.seed)  # so that every process has the same adapter

@@ -29,7 +29,7 @@ from common.reward import is_right
 from common.task import Problem, chain_problems
 
 EMBEDDED = "chain_arithmetic"
-PROMPT_COLUMNS = ["problem", "question", "prompt"]
+PROMPT_COLUMNS = ["prompt", "problem", "question"]
 ANSWER_COLUMNS = ["answer", "solution", "ground_truth", "reward_model.ground_truth"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FILE_NAME = re.compile(r"\.(jsonl|json|parquet|csv|tsv)(?:\.gz)?$", re.IGNORECASE)

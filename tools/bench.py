@@ -313,12 +313,16 @@ def measure(contender: Contender, flags: list[str], warmup: int) -> dict[str, fl
 def measure_all(
     contenders: list[Contender], flags: list[str], options: argparse.Namespace
 ) -> dict[str, list[dict[str, float]]]:
-    """Returns the figures of all contenders in every repeat."""
+    """Returns the figures of all contenders in every repeat, and writes them to --output."""
     found: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in contenders}
     there_and_back = [*contenders, *reversed(contenders)]
     order = itertools.islice(itertools.cycle(there_and_back), options.repeats * len(contenders))
     for contender in tqdm(list(order), unit="run"):
         found[contender.name].append(measure(contender, flags, options.warmup))
+        if options.output:  # at once, so that a run that fails or takes too long loses no other
+            repeats = {name: own for name, own in found.items() if own}
+            figures = environment() | {"flags": flags, "repeats": repeats}
+            options.output.write_text(json.dumps(figures, indent=1) + "\n")
     return found
 
 
@@ -368,6 +372,7 @@ def main() -> None:
             "--model_name_or_path", str(make_checkpoint(options.shape)),
             "--reward_funcs", "bench.variety",
         ]  # fmt: skip
+        torch.cuda.empty_cache()  # what making the weights took is for the runs
     flags += own_flags
     if options.operations:
         print(json.dumps(count_operations(flags), indent=1))
@@ -375,9 +380,6 @@ def main() -> None:
     contenders = contenders_of(options)
     found = measure_all(contenders, flags, options)
     print(table(contenders, found))
-    if options.output:
-        figures = environment() | {"flags": flags, "repeats": found}
-        options.output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

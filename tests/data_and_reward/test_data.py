@@ -205,7 +205,10 @@ PARTS = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
     ],
 )
 def test_chats_and_contents_in_parts(tmp_path, kind, before, content):
-    rows = [{"prompt": [*before, {"role": "user", "content": content}], "answer": "4"}]
+    """The column that a `prompt` was made of may still be there, as in TRL's own recipes."""
+    rows = [
+        {"problem": "2", "prompt": [*before, {"role": "user", "content": content}], "answer": "4"}
+    ]
     (problem,) = read(write(tmp_path / f"s.{kind}", rows))
     assert problem.prompt == [*before, {"role": "user", "content": "2 + 2?"}]
 

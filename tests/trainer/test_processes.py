@@ -140,8 +140,10 @@ def test_a_run_on_two_processes_is_the_run_on_one(ran):
         for name in theirs:
             if not name.startswith(UNEQUAL):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+    saved = load_file(outs[1] / "checkpoint-2/adapter_model.safetensors")
     for name, weight in adapters[0].items():
         assert torch.allclose(adapters[1][name], weight, atol=2e-4), name
+        assert torch.equal(saved[name], adapters[1][name]), name
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -21,8 +21,10 @@ from support import (
     random_batch,
     refusal,
     run_forks,
+    save_model,
     stderr_of,
 )
+from transformers import Qwen3Config
 
 import grpo_arca
 
@@ -264,6 +266,21 @@ def test_the_identity_is_of_every_byte_of_the_base(make_run):
     run.eos_ids = run.eos_ids + 1
     found.append(grpo_arca.identity_of(run))
     assert found[0] == found[1] and len(set(found)) == 7
+
+
+def test_the_identity_does_not_depend_on_the_number_of_threads(make_run, tmp_path):
+    """The mean of 2^16 scales does, in its last bits."""
+    config = Qwen3Config(
+        vocab_size=448, hidden_size=64, intermediate_size=2**16, num_hidden_layers=2,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=64,
+    )  # fmt: skip
+    model = str(save_model(tmp_path, config))
+    identities = set()
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        identities.add(make_run(model=model).identity)
+        assert torch.get_num_threads() == threads
+    assert len(identities) == 1
 
 
 def test_what_only_steers_training_may_change(again, first, tmp_path, capsys):
