@@ -66,7 +66,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -1640,11 +1639,8 @@ def run_to_the_end(args: Args) -> None:
             signal.SIGUSR1,  # with the next, what Slurm sends before the time is up
             signal.SIGUSR2,
         ):
-            if (
-                threading.current_thread() is threading.main_thread()  # no other may set handlers
-                # nohup ignores SIGHUP. None: the handler is not Python's.
-                and signal.getsignal(number) not in (signal.SIG_IGN, None)
-            ):
+            # nohup ignores SIGHUP. None: the handler is not Python's.
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 # Only the main process heeds it. Once that has ended, the launcher ends the others.
                 # They do not set SIG_IGN, because every program that they start would have it, too.
                 former = signal.signal(

@@ -1,7 +1,6 @@
 """Several runs in one process, as in a notebook."""
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 
 from peft import PeftModelForCausalLM
 
@@ -22,7 +21,7 @@ def models_in_memory() -> int:
 
 
 def test_each_run_is_a_run_of_its_own(run_main, rows_of, caplog, tmp_path):
-    """With a reward one of whose files has changed, and in a thread."""
+    """With a reward one of whose files has changed."""
     before = models_in_memory()
     (tmp_path / "scale.py").write_text("SCALE = 2\n")
     (tmp_path / "mine.py").write_text(PAY)
@@ -30,8 +29,7 @@ def test_each_run_is_a_run_of_its_own(run_main, rows_of, caplog, tmp_path):
     run_main(max_steps=1, **flags)
     assert "code of " not in run_main(max_steps=2, **flags)[1]
     (tmp_path / "scale.py").write_text("SCALE = 30\n")
-    with ThreadPoolExecutor() as pool:  # no thread but the first may set handlers
-        said = pool.submit(run_main, max_steps=3, **flags).result()[1]
+    said = run_main(max_steps=3, **flags)[1]
     assert "changed: {'max_steps': 3, 'code of scale': '" in said and "code of mine" not in said
     assert [row["reward"] for row in rows_of()] == [2, 2, 30]
     assert "reward function" not in caplog.text  # a bound keyword is no misspelt column
