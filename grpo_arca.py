@@ -1205,6 +1205,7 @@ class Run:
         self.identity = identity_of(self)
         self.step = 0  # updates so far
         self.page_examples: list[dict] = []  # groups of completions that credit.html shows
+        self.method_state: dict[str, Any] = {}  # what a method keeps from one rollout to the next
         self.defers_signals = False  # while the policy is updated, or a checkpoint saved at the end
         self.is_interrupted = False  # a signal has come
 
@@ -1443,6 +1444,7 @@ def save_checkpoint(run: Run) -> None:
             "step": run.step,
             "run_id": run.run_id,
             "page_examples": run.page_examples,
+            "method_state": run.method_state,
             "adapter": run.adapter,
             "optimizer": run.optimizer.state_dict()["state"],
             "identity": run.identity,
@@ -1510,6 +1512,7 @@ def resume(run: Run) -> None:
     run.step = state["step"]
     run.run_id = state["run_id"]
     run.page_examples = state["page_examples"]
+    run.method_state = state["method_state"]
 
 
 # ---- Command line --------------------------------------------------------------------------------

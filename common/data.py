@@ -150,6 +150,7 @@ def parse_rows(
         f"{name}: problems come from the column {prompt_key}, answers from {answer_key or 'none'}; "
         f"all columns are {', '.join(columns)}"
         + ("" if has_steps else ". No steps are graded, because not all are lists of integers")
+        + (". The steps are graded, too" if has_steps and "steps" in columns else "")
         + (
             ""
             if may_begin_answer or not isinstance(cell_of(rows[0], prompt_key), list)

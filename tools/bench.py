@@ -320,8 +320,10 @@ def measure_all(
     for contender in tqdm(list(order), unit="run"):
         found[contender.name].append(measure(contender, flags, options.warmup))
         if options.output:  # at once, so that a run that fails or takes too long loses no other
-            repeats = {name: own for name, own in found.items() if own}
-            figures = environment() | {"flags": flags, "repeats": repeats}
+            figures = environment() | {
+                "flags": flags,
+                "repeats": {name: own for name, own in found.items() if own},
+            }
             options.output.write_text(json.dumps(figures, indent=1) + "\n")
     return found
 
@@ -372,7 +374,6 @@ def main() -> None:
             "--model_name_or_path", str(make_checkpoint(options.shape)),
             "--reward_funcs", "bench.variety",
         ]  # fmt: skip
-        torch.cuda.empty_cache()  # what making the weights took is for the runs
     flags += own_flags
     if options.operations:
         print(json.dumps(count_operations(flags), indent=1))

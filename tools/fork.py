@@ -101,7 +101,7 @@ def fork(method: Path) -> str:
     arca[2] = textwrap.indent(flags, "    ")
     how_to_read = arca[0][arca[0].index("How to read this file") :]
     arca[0] = (
-        own[0].rpartition('"""')[0].rstrip()
+        '"""'.join(own[0].split('"""', 2)[:2]).rstrip()
         + f"\n\n    accelerate launch grpo_{method.stem}.py\n\n{how_to_read}"
     )
     return "".join(arca)

@@ -681,7 +681,7 @@ def test_steps_that_a_data_set_names_are_judged(tmp_path, kind):
 def test_steps_of_another_kind_are_not_graded(steps, capfd):
     rows = [{"problem": "a", "answer": "1", "steps": cell} for cell in ([1], steps, None)]
     assert [problem.steps for problem in parse_rows(rows[::2], "x")] == [(1,), ()]
-    assert "graded" not in capfd.readouterr().err
+    assert "The steps are graded, too" in capfd.readouterr().err
     assert [problem.steps for problem in parse_rows(rows, "x")] == [()] * 3
     assert "No steps are graded, because not all are lists of integers" in capfd.readouterr().err
     assert parse_rows(rows, "x")[0].columns["steps"] == [1]

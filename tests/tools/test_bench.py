@@ -78,6 +78,13 @@ def test_another_checkout_runs_in_turn_and_ratios_are_to_it(checkouts, run_tool)
     assert len(json.loads((here / "f.json").read_text())["repeats"][names[0]]) == 2
 
 
+def test_a_run_that_fails_loses_none_before_it(checkouts, run_tool):
+    here, _ = checkouts
+    words = ["script.py", "missing.py", "--repeats", 1, "--output", here / "f.json"]
+    assert "missing.py failed" in refusal(run_tool, bench, *words)
+    assert gpu_proof.bench_figures(here / "f.json")["script.py: step"] == 40
+
+
 def test_a_step_asks_a_gpu_for_no_more_operations_than_the_goals_allow(tmp_path, monkeypatch):
     """Counted for one and for two layers. Each further one of the 28 takes as many."""
     counts = []
