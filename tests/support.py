@@ -226,12 +226,11 @@ def scored(run, *batches, module=grpo_arca):
     return batches[0]
 
 
-def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=None):
+def trl_loss(args, batch, logp, level="token", advantages=None):
     """Returns loss, gradient and clip fraction of TRL's own `GRPOTrainer._compute_loss`.
 
     It runs on a stand-in for TRL's trainer, which holds what the method reads: the flags, and TRL's
-    defaults. `steps` is the number of micro-batches of a rollout, and `tokens` that of its tokens,
-    if they are not the batch's.
+    defaults.
     """
     trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="pip install trl")
     leaf = logp.clone().requires_grad_()
@@ -260,7 +259,7 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
         accelerator=SimpleNamespace(num_processes=1, gather=same, reduce=same),
         args=SimpleNamespace(
             delta=trl.GRPOConfig.delta,
-            steps_per_generation=steps,
+            steps_per_generation=1,
             use_bias_correction_kl=args.use_bias_correction_kl,
         ),
         _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
@@ -274,7 +273,7 @@ def trl_loss(args, batch, logp, level="token", advantages=None, steps=1, tokens=
         "advantages": batch.advantages if advantages is None else advantages,
         "old_per_token_logps": batch.old_logp,
         "ref_per_token_logps": batch.reference_logp,
-        "num_items_in_batch": torch.tensor(tokens or mask.sum().item()),
+        "num_items_in_batch": mask.sum(),
     }
     loss = trl.GRPOTrainer._compute_loss(stub, None, inputs)
     (gradient,) = torch.autograd.grad(loss, leaf)

@@ -80,8 +80,9 @@ def test_another_checkout_runs_in_turn_and_ratios_are_to_it(checkouts, run_tool)
 
 def test_a_run_that_fails_loses_none_before_it(checkouts, run_tool):
     here, _ = checkouts
-    words = ["script.py", "missing.py", "--repeats", 1, "--output", here / "f.json"]
-    assert "missing.py failed" in refusal(run_tool, bench, *words)
+    assert "missing.py failed" in refusal(
+        run_tool, bench, "script.py", "missing.py", "--repeats", 1, "--output", here / "f.json"
+    )
     assert gpu_proof.bench_figures(here / "f.json")["script.py: step"] == 40
 
 
