@@ -1306,7 +1306,7 @@ def dense(run: Run) -> Iterator[None]:
     layers = [
         layer
         for layer in run.model.modules()
-        if hasattr(layer, "compute_dtype") and run.args.rollout_weights == "dense"  # NF4
+        if run.args.rollout_weights == "dense" and hasattr(layer, "compute_dtype")  # NF4
     ]
     adapted = {  # PEFT's layers by those that they wrap
         layer.base_layer: layer for layer in run.model.modules() if hasattr(layer, "base_layer")
@@ -1436,8 +1436,8 @@ class Run:
             LogProbs(self.model, args.temperature), optimizer
         )
         # The adapter's live tensors, for checkpoints. Collected after `prepare`, which may move
-        # them (from cpu to cpu:0), and before PEFT ever disables the adapter, for then
-        # requires_grad is False.
+        # them (from cpu to cpu:0), and not when a checkpoint is saved: a signal may come while PEFT
+        # has the adapter disabled, and requires_grad is False then.
         self.adapter = {
             name: p.data for name, p in self.model.named_parameters() if p.requires_grad
         }
@@ -1454,7 +1454,6 @@ class Run:
         self.identity = identity_of(self)
         self.step = 0  # updates so far
         self.page_examples: list[dict] = []  # groups of completions that credit.html shows
-        self.method_state: dict[str, Any] = {}  # what a method keeps from one rollout to the next
         self.defers_signals = False  # while the policy is updated, or a checkpoint saved at the end
         self.is_interrupted = False  # a signal has come
 
@@ -1693,7 +1692,6 @@ def save_checkpoint(run: Run) -> None:
             "step": run.step,
             "run_id": run.run_id,
             "page_examples": run.page_examples,
-            "method_state": run.method_state,
             "adapter": run.adapter,
             "optimizer": run.optimizer.state_dict()["state"],
             "identity": run.identity,
@@ -1761,7 +1759,6 @@ def resume(run: Run) -> None:
     run.step = state["step"]
     run.run_id = state["run_id"]
     run.page_examples = state["page_examples"]
-    run.method_state = state["method_state"]
 
 
 # ---- Command line --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -86,7 +87,8 @@ def peak_memory(device: torch.device) -> float:
     """Returns the most memory in use so far, in GiB: of a GPU's tensors, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def eval_metrics(

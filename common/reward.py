@@ -283,7 +283,7 @@ def call_reward_func(
         values = function(**inputs)
         numbers = [None if value is None else float(value) for value in values]
     are_right = all(number is None or abs(number) <= 1e18 for number in numbers)  # not NaN
-    if len(numbers) != len(texts) or not are_right:
+    if len(numbers) != len(texts) or not are_right or isinstance(values, dict):
         fail(f"the reward function {name} must return a list of {len(texts)} numbers "
                          f"up to 1e18, or None, and not {str(values)[:80]}")  # fmt: skip
     return [math.nan if number is None else number for number in numbers]

@@ -144,7 +144,6 @@ def scored(
     """Scores a rollout under a method. Returns its script, its run and its micro-batches."""
     script, own_flags = load_method(method)
     own_run = copy.copy(run)
-    own_run.method_state = run.method_state.setdefault(method, {})
     own_run.args = script.parse_args([*FIRST_FLAGS, *flags, *own_flags])
     advantages = rollout.advantages.clone()  # [B]
     advantages[advantages < 0] *= own_run.args.negative_weight  # as `collect` does

@@ -469,7 +469,7 @@ def test_none_is_no_judgement():
 
 
 NO_REWARDS = [
-    [math.nan, 1], {"a": 1, "b": 2}, [1.0], [1, 2, 3], [], [1.0, 1e39],
+    [math.nan, 1], {"a": 1, "b": 2}, {0: 1, 1: 2}, [1.0], [1, 2, 3], [], [1.0, 1e39],
     [-math.inf, 1], [1j, 1], [1, []], [1.0, "x"], None, 1.0, [10**400, 1], torch.tensor(1.0),
 ]  # fmt: skip
 
