@@ -503,9 +503,11 @@ def gradient_scores(run: Run, micro: Batch, probes: Probes) -> Tensor:
     Only the noisy one has a backward pass. `autograd.grad` writes to no parameter's .grad and runs
     none of DDP's hooks.
     """
+    args = run.args
     # Dense weights are faster than NF4. In fp32 they are twice as large as the rollout's bf16 ones,
     # so a bf16 run has none here.
-    in_dense = dense(run) if run.args.dtype == "float32" else contextlib.nullcontext()
+    is_dense = args.rollout_weights == "dense" and args.dtype == "float32"
+    in_dense = dense(run.model) if is_dense else contextlib.nullcontext()
     # Checkpointing needs layers in training mode, and then `prompt_cache` returns None. Modules
     # inside a layer stay in evaluation mode, so that nothing is dropped out.
     for layer in run.model.modules():
@@ -563,10 +565,11 @@ def perturbation_scores(run: Run, micro: Batch, probes: Probes) -> Tensor:
     """
     if any(transformers.DynamicCache(config=run.model.config).is_linear):
         fail("--credit oar_p needs a cache that can be cut at a token, not a state: use oar_g")
+    in_dense = dense(run.model) if run.args.rollout_weights == "dense" else contextlib.nullcontext()
     ids = probes.ids
     rows_per_forward = max(1, run.args.oar_max_tokens_per_micro_batch // ids.shape[1])
     longest = int(probes.reasoning.sum(1).max())
-    with dense(run), run.accelerator.autocast():
+    with in_dense, run.accelerator.autocast():
         cache = transformers.DynamicCache()
         clean = answer_logp(run, probes, torch.arange(len(ids)), ids, cache)
         scores = torch.zeros(ids.shape, dtype=clean.dtype, device=ids.device)
@@ -1266,7 +1269,8 @@ def sample(
     prompts = torch.tensor(padded, device=device)  # [B, P]
     size = batch_size or len(rows)
     parts = zip(prompts.split(size), draws.to(device).split(size), strict=True)
-    with dense(run), run.accelerator.autocast():
+    in_dense = dense(run.model) if run.args.rollout_weights == "dense" else contextlib.nullcontext()
+    with in_dense, run.accelerator.autocast():
         decoded = [decode(run, *part, is_greedy) for part in parts]
     tokens, logp, entropy = (torch.cat(tensors) for tensors in zip(*decoded, strict=True))
 
@@ -1297,19 +1301,14 @@ def sample(
 
 
 @contextlib.contextmanager
-def dense(run: Run) -> Iterator[None]:
+def dense(model: PeftModel) -> Iterator[None]:
     """Makes NF4 layers, with their adapters, use dense weights within the `with` block.
 
-    With --rollout_weights quantized, no layer does. The adapter is not merged: in bf16 weights, the
-    small changes of a new adapter would be lost.
+    The adapter is not merged: in bf16 weights, the small changes of a new adapter would be lost.
     """
-    layers = [
-        layer
-        for layer in run.model.modules()
-        if run.args.rollout_weights == "dense" and hasattr(layer, "compute_dtype")  # NF4
-    ]
+    layers = [layer for layer in model.modules() if hasattr(layer, "compute_dtype")]  # NF4
     adapted = {  # PEFT's layers by those that they wrap
-        layer.base_layer: layer for layer in run.model.modules() if hasattr(layer, "base_layer")
+        layer.base_layer: layer for layer in model.modules() if hasattr(layer, "base_layer")
     }
     forwards: dict[nn.Module, Callable] = {}
     for layer in layers:

@@ -1076,7 +1076,8 @@ def sample(
     prompts = torch.tensor(padded, device=device)  # [B, P]
     size = batch_size or len(rows)
     parts = zip(prompts.split(size), draws.to(device).split(size), strict=True)
-    with dense(run), run.accelerator.autocast():
+    in_dense = dense(run.model) if run.args.rollout_weights == "dense" else contextlib.nullcontext()
+    with in_dense, run.accelerator.autocast():
         decoded = [decode(run, *part, is_greedy) for part in parts]
     tokens, logp, entropy = (torch.cat(tensors) for tensors in zip(*decoded, strict=True))
 
@@ -1107,19 +1108,14 @@ def sample(
 
 
 @contextlib.contextmanager
-def dense(run: Run) -> Iterator[None]:
+def dense(model: PeftModel) -> Iterator[None]:
     """Makes NF4 layers, with their adapters, use dense weights within the `with` block.
 
-    With --rollout_weights quantized, no layer does. The adapter is not merged: in bf16 weights, the
-    small changes of a new adapter would be lost.
+    The adapter is not merged: in bf16 weights, the small changes of a new adapter would be lost.
     """
-    layers = [
-        layer
-        for layer in run.model.modules()
-        if run.args.rollout_weights == "dense" and hasattr(layer, "compute_dtype")  # NF4
-    ]
+    layers = [layer for layer in model.modules() if hasattr(layer, "compute_dtype")]  # NF4
     adapted = {  # PEFT's layers by those that they wrap
-        layer.base_layer: layer for layer in run.model.modules() if hasattr(layer, "base_layer")
+        layer.base_layer: layer for layer in model.modules() if hasattr(layer, "base_layer")
     }
     forwards: dict[nn.Module, Callable] = {}
     for layer in layers:

@@ -202,7 +202,7 @@ def test_no_layer_stays_dense_after_a_rollout_that_fails(make_run):
     """Each NF4 layer is dense in the block, with its adapter."""
     run = make_run()
     before = [layer.forward for layer in run.model.modules()]
-    with pytest.raises(torch.OutOfMemoryError), grpo_arca.dense(run):
+    with pytest.raises(torch.OutOfMemoryError), grpo_arca.dense(run.model):
         pairs = zip(before, run.model.modules(), strict=True)
         assert sum(forward != layer.forward for forward, layer in pairs) == 28
         raise torch.OutOfMemoryError
