@@ -1663,6 +1663,7 @@ if __name__ == "__main__":
         # The variable shows that `accelerate launch` began this process. It passes no SIGTERM on,
         # so Linux is asked to send one when it has ended: 1 is PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*gradient_checkpointing")  # PEFT causes it in transformers
     try:
         run_to_the_end(parse_args())
