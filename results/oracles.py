@@ -264,7 +264,6 @@ def main() -> None:
     )
     parser.add_argument("--oracle", choices=ORACLES, default="least_variance")
     options, flags = parser.parse_known_args()
-    trainer.transformers.logging.disable_progress_bar()
     flags = [f"--output_dir=runs/oracle-{options.oracle}", *flags]  # the user's own comes last
     args = trainer.parse_args([*flags, "--credit", "uniform"])  # its objective is A * credit, too
     train(args, options.oracle)

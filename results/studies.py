@@ -124,7 +124,10 @@ def policy_folder(name: str) -> Path:
         partial = folder.with_name(f"{name}-{os.getpid()}")  # another program may do the same
         shutil.copytree(ROOT / "common/tiny_policy", partial)
         shutil.copy(ROOT / f"results/policies/{name}.safetensors", partial / "model.safetensors")
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:  # that one was faster
+            shutil.rmtree(partial)
     return folder
 
 
@@ -157,8 +160,9 @@ STUDIES = {
     "small_rollouts": Study({1: "0.002"}, 45, 25, 16, {"dtype": "float32"}),
 }  # fmt: skip
 for number in (2, 3):
-    policy = {"model_name_or_path": policy_folder(f"wrong_policy_{number}")}
-    STUDIES[f"wrong_policy_{number}"] = WRONG_POLICY._replace(flags=WRONG_POLICY.flags | policy)
+    STUDIES[f"wrong_policy_{number}"] = WRONG_POLICY._replace(
+        flags=WRONG_POLICY.flags | {"model_name_or_path": policy_folder(f"wrong_policy_{number}")}
+    )
 PLAN = [  # study, updates, methods, learning rate (None: GRPO's), seeds
     ("wrong_policy", 1, [*ORACLES, "ARCA, p = 2", "S-trace, normalized"], None, 8),
     ("wrong_policy", 1, MAIN, None, 16),
