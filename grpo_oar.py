@@ -1507,7 +1507,7 @@ def load_policy(args: Args, device: torch.device) -> PeftModel:
         }
     )
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # how the scales of NF4 blocks round must not depend on it
+    torch.set_num_threads(1)  # with more, the scales of NF4 blocks round otherwise
     base, loading = transformers.AutoModelForCausalLM.from_pretrained(
         args.model_name_or_path,
         config=config,

@@ -126,7 +126,7 @@ def policy_folder(name: str) -> Path:
         shutil.copy(ROOT / f"results/policies/{name}.safetensors", partial / "model.safetensors")
         try:
             partial.rename(folder)
-        except OSError:  # that one was faster
+        except OSError:  # the other program was faster
             shutil.rmtree(partial)
     return folder
 

@@ -320,10 +320,8 @@ def measure_all(
     for contender in tqdm(list(order), unit="run"):
         found[contender.name].append(measure(contender, flags, options.warmup))
         if options.output:  # at once, so that a run that fails or takes too long loses no other
-            figures = environment() | {
-                "flags": flags,
-                "repeats": {name: own for name, own in found.items() if own},
-            }
+            repeats = {name: own for name, own in found.items() if own}
+            figures = environment() | {"flags": flags, "repeats": repeats}
             options.output.write_text(json.dumps(figures, indent=1) + "\n")
     return found
 

@@ -48,7 +48,7 @@ def test_updates_are_those_of_trls_trainer(make_run, monkeypatch, tmp_path, flag
     run.reward_funcs = {"remainder": remainder, "length": length}
     run.reward_weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
     run.start_weights = {name: p.clone() for name, p in run.policy.named_parameters()}
-    run.log = mock.Mock(rows=[{}], has_diverged=mock.Mock(return_value=False))
+    run.log = mock.Mock(has_diverged=mock.Mock(return_value=False))
     model = copy.deepcopy(run.model)
     for layer in model.modules():
         vars(layer).pop("forward", None)  # TRL computes with the layers' own functions
